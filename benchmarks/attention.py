@@ -1,7 +1,7 @@
 """What attention by cuDNN's kernel saves in a training step.
 
 Transformers under autocast with their attention written out and with
-:func:`jaxmp.dot_product_attention`, compiled for an H200 (extra ``aot``; nothing runs):
+:func:`jaxmp.dot_product_attention`, compiled for a GPU (extra ``aot``; nothing runs):
 the bytes that a training step moves, its temporary memory, and its kernels.
 """
 
@@ -37,26 +37,31 @@ def main(
     *,
     networks: tuple[str, ...] = COMPARED,
     dtypes: tuple[str, ...] = ("bfloat16",),
+    gpu: targets.Named = targets.H200,
 ) -> None:
     """Counts each network, written out and fused.
 
     Args:
         networks: Which.
         dtypes: Of 16 bits.
+        gpu: Count in code for this one.
     """
     targets.require("attention")
     written = {name: (NETWORKS | FAMILIES)[name] for name in networks}
     for dtype in dtypes:
-        new = compared(written, dtype)
-        results.update("attention", dtype, targets.hardware(), new, "network", "form")
+        new, hardware = compared(written, dtype, gpu), targets.hardware(gpu)
+        title = dtype if gpu == targets.H200 else f"{dtype}, {gpu}"
+        results.update("attention", title, hardware, new, "network", "form")
 
 
-def compared(networks: dict[str, Network], dtype: str) -> Iterator[dict[str, Any]]:
+def compared(
+    networks: dict[str, Network], dtype: str, gpu: str = targets.H200
+) -> Iterator[dict[str, Any]]:
     """Yields what was counted in each network, written out and fused."""
     others = fused(networks)
     for name, network in networks.items():
         for form, one in (("written", network), ("fused", others[f"{name}{FUSED}"])):
-            found = count(contestant(AUTOCAST, one, dtype=dtype), one)
+            found = count(contestant(AUTOCAST, one, dtype=dtype), one, gpu)
             kept = {key: found[key] for key in ("bytes", "temp", "kernels")}
             yield {"network": name, "form": form} | kept
 

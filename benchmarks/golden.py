@@ -26,7 +26,7 @@ from jaxmp._ops.precision import own_precisions
 
 from .counting import results
 from .counting.steps import loss_of
-from .counting.targets import JAXLIB
+from .counting.targets import JAXLIB as NEWEST
 from .generated import drawn
 from .generated import loss_of as generated_loss_of
 from .networks.families import SMALL
@@ -34,6 +34,9 @@ from .networks.generated_layers import Asked, batch_of
 
 ROOT = pathlib.Path(__file__).parents[1]
 FILE = ROOT / "tests" / "autocast" / "golden.txt"
+# The last JAX for Python 3.11, and what it runs otherwise.
+OLDER = "0.10.2"
+DIFFERENCES = FILE.with_name(f"golden_on_{OLDER}.txt")
 PROGRAMS = ROOT / "tests" / "programs"
 COMMAND = "python -m benchmarks golden --save"
 DTYPES = "bfloat16", "float16"
@@ -48,7 +51,13 @@ rounded` in float32 and rounded once, `16 stored` in float32 and stored in 16 bi
 in float32. Where bfloat16 and float16 differ there is a number for each. A layer that
 JAX shares is counted once.
 
-Written by `{COMMAND}` with JAX {JAXLIB}.
+Written by `{COMMAND}` with JAX {NEWEST}.
+"""
+DIFFERENCES_HEAD = f"""\
+What `{FILE.name}` says of JAX {NEWEST} (-), and what JAX {OLDER} does in its place (+).
+JAX writes some derivatives in other operations there.
+
+Written by `{COMMAND}` with JAX {OLDER}, after the other file.
 """
 
 # A function and what it is called with.
@@ -142,15 +151,30 @@ def _times(counts: list[int]) -> str:
     return ", ".join(named)
 
 
-def text_of(found: dict[str, list[str]]) -> str:
-    """Returns the file of the rows of each program."""
+def text_of(head: str, found: dict[str, list[str]]) -> str:
+    """Returns a file of the rows of each program."""
     blocks = ("\n".join((f"# {name}", *lines)) for name, lines in found.items())
-    return "\n\n".join((HEAD.strip(), *blocks)) + "\n"
+    return "\n\n".join((head.strip(), *blocks)) + "\n"
 
 
-def read() -> dict[str, list[str]]:
-    """Returns the rows of each program in the file."""
-    _, *blocks = FILE.read_text().split("\n\n# ") if FILE.exists() else [""]
+def read(version: str = jax.__version__) -> dict[str, list[str]]:
+    """Returns the rows of each program that the files say of a version of JAX.
+
+    Args:
+        version: That of JAX. One of which they say nothing is taken for the newest.
+    """
+    found = _blocks(FILE)
+    if version == OLDER:
+        for name, lines in _blocks(DIFFERENCES).items():
+            gone = {line[2:] for line in lines if line.startswith("-")}
+            kept = [row for row in found.get(name, ()) if row not in gone]
+            new = [line[2:] for line in lines if line.startswith("+")]
+            found[name] = kept + new
+    return found
+
+
+def _blocks(file: pathlib.Path) -> dict[str, list[str]]:
+    _, *blocks = file.read_text().split("\n\n# ") if file.exists() else [""]
     found = (block.strip().splitlines() for block in blocks)
     return {name: lines for name, *lines in found}
 
@@ -161,18 +185,32 @@ def changes(before: Sequence[str], now: Sequence[str]) -> list[str]:
     return gone + [f"+ {row}" for row in now if row not in before]
 
 
+def differences(
+    before: dict[str, list[str]], now: dict[str, list[str]]
+) -> dict[str, list[str]]:
+    """Returns what differs in each program in which something does."""
+    found = {x: changes(before.get(x, ()), now.get(x, ())) for x in before | now}
+    return {name: changed for name, changed in found.items() if changed}
+
+
 def main() -> None:
-    """Prints what differs from the file, and with ``--save`` writes it."""
-    if jax.__version__ != JAXLIB:
+    """Prints what differs from the files, and with ``--save`` writes that of this JAX.
+
+    Where a decision changes, both are to be written, that of the newest JAX first.
+    """
+    if jax.__version__ not in (NEWEST, OLDER):
         raise SystemExit(
-            f"The file is of JAX {JAXLIB}, and here is {jax.__version__}: "
-            f"`pip install jax=={JAXLIB}`."
+            f"The files are of JAX {NEWEST} and {OLDER}, and here is "
+            f"{jax.__version__}: `pip install jax=={NEWEST}`."
         )
-    before = read()
     now = {name: rows(build) for name, build in programs().items()}
-    for name in before | now:
-        if changed := changes(before.get(name, ()), now.get(name, ())):
-            print("\n".join((f"# {name}", *changed, "")))
+    for name, changed in differences(read(), now).items():
+        print("\n".join((f"# {name}", *changed, "")))
     if results.is_saving():
-        FILE.write_text(text_of(now))
-        print(f"{len(now)} programs are in {FILE}")
+        if jax.__version__ == NEWEST:
+            file, text = FILE, text_of(HEAD, now)
+        else:
+            changed = differences(read(NEWEST), now)
+            file, text = DIFFERENCES, text_of(DIFFERENCES_HEAD, changed)
+        file.write_text(text)
+        print(f"{len(now)} programs are in {file}")

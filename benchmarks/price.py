@@ -1,11 +1,12 @@
 """What autocast costs over casting the whole model, and what it gives for it.
 
-Networks of many families, compiled for an H200 (extra ``aot``; nothing runs): the bytes
-that a training step moves, its temporary memory, its kernels, and an estimate of its
-time. And beside it, computed on this machine on small networks of the same families,
-how far loss and gradients are from float32.
+Networks of many families, compiled for a GPU (extra ``aot``; nothing runs): the bytes
+that a training step moves, its temporary memory, its kernels, and for an H200 an
+estimate of its time. And beside it, computed on this machine on small networks of the
+same families, how far loss and gradients are from float32.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -68,6 +69,7 @@ def main(
     accum_steps: tuple[int, ...] = (1, 4),
     seeds: int = 3,
     passes: bool = False,
+    gpu: targets.Named = targets.H200,
 ) -> None:
     """Counts prices and computes errors for each dtype.
 
@@ -78,6 +80,7 @@ def main(
         accum_steps: Micro-batches.
         seeds: Of the errors.
         passes: Compute nothing but the errors of autocast with a dtype for each pass.
+        gpu: Count in code for this one. Errors are computed beside an H200's alone.
     """
     worth.check("network", networks, FAMILIES)
     worth.check("form", forms, CONTESTANTS)
@@ -88,22 +91,39 @@ def main(
     targets.require("price")
     for dtype in dtypes:
         for steps in accum_steps:
-            new = prices(networks, forms, dtype, steps)
-            title = f"{dtype}, {steps} micro-batches"
-            results.update("price", title, targets.hardware(), new, "network", "form")
+            new = prices(networks, forms, dtype, steps, gpu)
+            hardware = targets.hardware(gpu)
+            results.update(
+                "price", _title(dtype, steps, gpu), hardware, new, "network", "form"
+            )
+        if gpu != targets.H200:
+            continue
         new = errors(networks, dtype, seeds)
         hardware = results.hardware()
         results.update("price", f"{dtype}, errors", hardware, new, "network")
 
 
+# In the order of the tables.
+_GPUS = targets.H200, *(x for x in targets.GPUS if x != targets.H200)
+
+
+def _title(dtype: str, accum_steps: int, gpu: str) -> str:
+    of = f", {gpu}" if gpu != targets.H200 else ""
+    return f"{dtype}, {accum_steps} micro-batches{of}"
+
+
 def prices(
-    networks: tuple[str, ...], forms: tuple[str, ...], dtype: str, accum_steps: int
+    networks: tuple[str, ...],
+    forms: tuple[str, ...],
+    dtype: str,
+    accum_steps: int,
+    gpu: str = targets.H200,
 ) -> Iterator[dict[str, Any]]:
     """Compiles training steps and yields what was counted in each."""
     for name in networks:
         network = FAMILIES[name]
         for form in contestants(network, forms, dtype=dtype, accum_steps=accum_steps):
-            yield {"network": name, "form": form.name} | count(form, network)
+            yield {"network": name, "form": form.name} | count(form, network, gpu)
 
 
 def errors(
@@ -140,11 +160,12 @@ def errors_of_passes(networks: tuple[str, ...], seeds: int) -> Iterator[dict[str
 def tables(found: Mapping[str, Any]) -> Iterator[Table]:
     """Yields the prices and the errors of each dtype."""
     yield Table(PRICE, ())
-    for dtype in ("bfloat16", "float16"):
-        for steps, spelled in ((1, "one micro-batch"), (4, "four micro-batches")):
-            if result := found.get(f"{dtype}, {steps} micro-batches"):
-                rows = [*_costs(result["rows"])]
-                yield Table(f"### {dtype}, {spelled}\n", rows, [result])
+    spelled = {1: "one micro-batch", 4: "four micro-batches"}
+    for gpu, dtype, steps in itertools.product(_GPUS, ("bfloat16", "float16"), spelled):
+        of = f", {targets.GPUS[gpu].name}" if gpu != targets.H200 else ""
+        if result := found.get(_title(dtype, steps, gpu)):
+            rows = [*_costs(result["rows"])]
+            yield Table(f"### {dtype}, {spelled[steps]}{of}\n", rows, [result])
     yield Table(ERROR, ())
     for dtype in ("bfloat16", "float16"):
         if result := found.get(f"{dtype}, errors"):

@@ -6,6 +6,7 @@ tables of what is saved: on the terminal, and on ``benchmarks/tables.md``.
 
 import datetime
 import importlib.metadata
+import itertools
 import json
 import os
 import pathlib
@@ -169,8 +170,8 @@ def show(tables: Iterable[Table]) -> None:
 
 def page(tables: Iterable[Table]) -> Iterator[str]:
     """Yields tables as Markdown, and the commands behind those that they have made."""
-    tables = [*tables]
-    for one, after in zip(tables, [*tables[1:], None], strict=True):
+    for one, after in itertools.pairwise([*tables, None]):
+        assert one
         yield one.markdown()
         if one.source and not (after and after.source == one.source):
             yield _told(one.source)

@@ -12,12 +12,13 @@ import importlib.metadata
 import pathlib
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
+from . import results
 from .measure import IN_A_HURRY
 
 
@@ -50,9 +51,11 @@ GPUS = {
     "rtx5090": Gpu("NVIDIA GeForce RTX 5090", (12, 0), 170, 128, 1536, 100, 99, 31.8),
 }
 H200 = "h200"  # whose description the others are made from
+# What `--gpu` takes: one of each generation that people have.
+Named = Literal["t4", "a100", "rtx4090", "h200", "b200"]
 
 # The compiler that saved numbers are of. Another one fuses in another way.
-JAXLIB = "0.10.2"
+JAXLIB = "0.12.0.1"
 OPTIONS = IN_A_HURRY | {
     # Without a GPU no candidates can be timed: matrix products go to cuBLAS.
     "xla_gpu_autotune_level": 0,
@@ -65,8 +68,12 @@ def hardware(gpu: str = H200) -> str:
     return f"{GPUS[gpu].name}, compiled for and not run"
 
 
-def unavailable() -> str | None:
-    """Returns why this machine cannot compile for a GPU, or None if it can."""
+def unavailable(gpu: str = H200) -> str | None:
+    """Returns why this machine cannot compile for a GPU, or None if it can.
+
+    Args:
+        gpu: Its key in :data:`GPUS`.
+    """
     jaxlib = importlib.metadata.version("jaxlib")
     try:
         plugin = importlib.metadata.version("jax-cuda12-plugin")
@@ -79,21 +86,35 @@ def unavailable() -> str | None:
         )
     if jax.config.jax_platforms != "cpu":  # pyright: ignore[reportAttributeAccessIssue]
         return "JAX looks for a GPU here; set `JAX_PLATFORMS=cpu`"
+    if jax.__version_info__ < (0, 10):
+        return "before 0.10, JAX asks CUDA's libraries, which are not there"
+    if GPUS[gpu].capability < (7, 5):  # which CUDA 13 has dropped
+        try:
+            importlib.metadata.version("nvidia-cuda-nvcc-cu12")
+        except importlib.metadata.PackageNotFoundError:
+            return (
+                f"it needs the assembler of CUDA 12 for a {GPUS[gpu].name}; "
+                "`pip install nvidia-cuda-nvcc-cu12` installs it"
+            )
     return None
 
 
 def require(benchmark: str) -> None:
-    """Ends a benchmark with the reason where this machine cannot make its numbers."""
+    """Ends a benchmark with the reason where this machine cannot make its numbers.
+
+    Any JAX may count, and one alone save what it has counted.
+    """
     jax.config.update("jax_platforms", "cpu")
     reason = unavailable()
     jaxlib = importlib.metadata.version("jaxlib")
-    if not reason and jaxlib != JAXLIB:
-        reason = (
-            f"the numbers are those of jaxlib {JAXLIB}, and here is {jaxlib}; "
-            f"`pip install 'jax[cuda12-local]=={JAXLIB}'` installs it"
-        )
     if reason:
         raise SystemExit(f"{benchmark} cannot compile for a GPU: {reason}")
+    if results.is_saving() and jaxlib != JAXLIB:
+        raise SystemExit(
+            f"{benchmark} saves what jaxlib {JAXLIB} compiles, and here is {jaxlib}; "
+            f"`pip install 'jax[cuda12-local]=={JAXLIB}'` installs it, on Python 3.12 "
+            "or newer"
+        )
 
 
 def compiled(

@@ -4,13 +4,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.counting import hlo, targets
+from benchmarks import __main__, attention, every_gpu, price
+from benchmarks.counting import hlo, results, steps, targets
+from benchmarks.networks.basic import TINY
 
 UNAVAILABLE = targets.unavailable()
 pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=str(UNAVAILABLE))
-
-# The assembler of CUDA 13 has dropped the V100.
-NAMES = [name for name in targets.GPUS if name != "v100"]
 
 
 @pytest.mark.parametrize("gpu", targets.GPUS)
@@ -23,10 +22,66 @@ def test_a_device_says_which_gpu_it_is(gpu):
     assert device.platform == "gpu"
 
 
-@pytest.mark.parametrize("gpu", NAMES)
+@pytest.mark.parametrize("gpu", targets.GPUS)
 def test_products_in_bfloat16_need_a_gpu_that_has_them(gpu):
+    if reason := targets.unavailable(gpu):
+        pytest.skip(reason)
     x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
     text = targets.compiled(jnp.matmul, x, x, gpu=gpu).as_text()
     (kind,) = hlo.work(text).products
     has_them = targets.GPUS[gpu].capability >= (8, 0)
     assert kind.startswith("matmul bf16" if has_them else "matmul f32")
+
+
+@pytest.mark.usefixtures("scratch")
+def test_benchmarks_count_for_the_gpu_that_is_named(monkeypatch):
+    monkeypatch.setattr(price, "FAMILIES", TINY)
+    which = "--networks mlp --dtypes float16 --accum-steps 1 --seeds 1 --forms float32"
+    for gpu in "h200", "t4":
+        __main__.main(["price", *which.split(), steps.AUTOCAST, "--gpu", gpu])
+    monkeypatch.setattr(attention, "NETWORKS", {"gpt": TINY["gpt"]})
+    __main__.main(["attention", "--networks", "gpt", "--gpu", "a100"])
+    found = results.read("price")
+    # Errors are computed on this machine, and once.
+    titles = [
+        "float16, 1 micro-batches",
+        "float16, errors",
+        "float16, 1 micro-batches, t4",
+    ]
+    assert [*found] == titles
+    here, there = (found[title] for title in titles[::2])
+    assert "H200" in here["hardware"]
+    assert "T4" in there["hardware"]
+    # Rates are those of an H200.
+    assert all("seconds" in row for row in here["rows"])
+    assert not any("seconds" in row for row in there["rows"])
+    (counted,) = results.read("attention").values()
+    assert "A100" in counted["hardware"]
+
+
+@pytest.mark.usefixtures("scratch")
+def test_every_gpu_is_in_one_table(monkeypatch):
+    monkeypatch.setattr(every_gpu, "NETWORKS", {"an MLP": TINY["mlp"]})
+    __main__.main(["every_gpu", "--networks", "an MLP", "--gpus", "t4", "h200"])
+    (table,) = every_gpu.tables(results.read("every_gpu"))
+    (row,) = table.rows
+    assert [*row] == ["", "T4, float16", "H200, bfloat16"]
+
+
+def test_what_is_saved_is_of_one_jax(monkeypatch):
+    monkeypatch.setattr(targets, "JAXLIB", "0.0.1")
+    targets.require("price")
+    monkeypatch.setattr(results, "is_saving", lambda: True)
+    with pytest.raises(SystemExit, match=r"saves what jaxlib 0\.0\.1 compiles"):
+        targets.require("price")
+
+
+def test_a_gpu_that_is_not_there_is_a_sentence():
+    with pytest.raises(SystemExit, match="there is no GPU `h20`; there are"):
+        __main__.main(["every_gpu", "--gpus", "h20"])
+
+
+@pytest.fixture
+def scratch(tmp_path, monkeypatch):
+    """Where a benchmark that a test runs leaves its results."""
+    monkeypatch.setattr(results, "SCRATCH", tmp_path)
