@@ -96,9 +96,29 @@ def pytest_collection_finish():
     gc.enable()
 
 
+# Folders whose tests compute gradients in float16 whose numbers need no scale.
+UNSCALED = (
+    "attention",
+    "autocast",
+    "devices",
+    "diagnosis",
+    "front_ends",
+    "jaxprs",
+    "ops",
+    "programs",
+    "residuals",
+)
+NEEDS_NO_SCALE = pytest.mark.filterwarnings(
+    "ignore:These gradients are computed in float16 without a loss scale"
+)
+
+
 def pytest_collection_modifyitems(items):
-    """Puts the longest tests first."""
+    """Puts the longest tests first, and lets some do without a loss scale."""
     items.sort(key=lambda item: not item.path.stem.startswith(LONGEST))
+    for item in items:
+        if item.path.parent.name in UNSCALED:
+            item.add_marker(NEEDS_NO_SCALE)
 
 
 def rest_is_evidence(cases, *usual):

@@ -142,7 +142,8 @@ def train(model: LM, params: Any, config: Config):
         reward = reward_of(tokens)
         advantage = reward - reward.mean(0)
         for _ in range(2):
-            grads = narrow(jax.grad(loss_fn))(params, tokens, old, advantage)
+            grad_fn = narrow(jaxmp.grad(loss_fn, loss_scale=1.0))
+            grads = grad_fn(params, tokens, old, advantage)
             updates, opt_state = tx.update(grads, opt_state, params)
             params = optax.apply_updates(params, updates)
         return params, opt_state, reward.mean()

@@ -19,9 +19,11 @@ from .._base.policy import PolicyLike, dtype_of_gradients, get_policy
 from .._jaxprs import scopes as _scopes
 from .._jaxprs.around import (
     end_look,
+    in_gradient,
     inside,
     traced_by_us,
     warn_if_unscaled,
+    warn_unscaled,
 )
 from .._jaxprs.objects import refuse_lost_updates
 from .._jaxprs.state import haiku_state_kept, linen_state_kept
@@ -90,7 +92,7 @@ def autocast(
     Examples:
         >>> def loss(w, x):
         ...     return jnp.mean((x @ w) ** 2)
-        >>> grad = jaxmp.autocast(jax.grad(loss), jnp.float16)
+        >>> grad = jaxmp.autocast(jax.grad(loss), jnp.bfloat16)
         >>> grad(jnp.ones((4, 2)), jnp.ones((8, 4))).dtype
         dtype('float32')
 
@@ -170,7 +172,10 @@ def autocast(
         ):
             result = cast(*args, **kwargs)
         warn_if_unscaled(backward_dtype, result)
-        if next(calls) == 0 and used.planner.float8_is_unused:
+        is_first = next(calls) == 0
+        if is_first and not make and used.forgets_scale and not in_gradient():
+            warn_unscaled()
+        if is_first and used.planner.float8_is_unused:
             warn(
                 "No matmul runs in float8. Autocast takes it for matmuls of two "
                 "matrices whose sizes are multiples of 16 and at least "

@@ -43,6 +43,7 @@ from . import classes, customs, facts, needs, rules, storage
 from .analysis import BY_PATHS
 from .derivative import differentiable
 from .facts import GIVEN, Facts
+from .forgotten import has_unscaled_gradients
 from .graph import joined
 from .plan import Plan, Planner, Step
 from .share import warn_if_most_is_kept
@@ -114,6 +115,7 @@ class Emitter:
         self.planner, self.narrowed, self.record = planner, narrowed, record
         # Whether one plan is made of a function and its gradient, and none of a rule.
         two = planner.backward_dtype != planner.dtype
+        self.forgets_scale = False  # whether a gradient in what it emitted has none
         self.brings_gradient = two or planner.has_float8 or narrowed is not None
         self._bodies: Any = weakref.WeakKeyDictionary()  # by plan
 
@@ -162,6 +164,8 @@ class Emitter:
         plan = self.planner.program(jaxpr, returned, scopes or ())
         emitted = functools.partial(self.as_written, jaxpr, plan)
         results = with_default_precision(emitted, arrays)
+        if scopes is None and self.planner.backward_dtype == np.float16:
+            self.forgets_scale |= has_unscaled_gradients(plan, jaxpr)
         if scopes is None and any(x.rule == rules.COMPARING for x in plan.all_steps()):
             warn_if_most_is_kept(plan)  # as in few programs
         return results

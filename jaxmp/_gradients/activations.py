@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from .._base.checks import as_scale, check_function, explains
 from .._base.tree import numbered, widen
+from .._jaxprs.around import GRADIENT
 from .._jaxprs.jaxpr import (
     JaxprEqn,
     bind,
@@ -110,7 +111,9 @@ def activation_gradients(
         # Negative, because -0.0 + 0.0 is 0.0: the forward pass stays what it is.
         addends = [-jnp.zeros(aval.shape, aval.dtype) for _, aval in named]
         names = numbered(name for name, _ in named)
-        return dict(zip(names, jax.grad(scaled_fun)(addends), strict=True))
+        with jax.named_scope(GRADIENT):
+            grads = jax.grad(scaled_fun)(addends)
+        return dict(zip(names, grads, strict=True))
 
     return wrapped
 

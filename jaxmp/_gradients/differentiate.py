@@ -56,6 +56,7 @@ from .._devices.varying import (
     varying_axes,
 )
 from .._jaxprs.around import (
+    GRADIENT,
     autocast_dtype,
     inside,
     is_staged,
@@ -314,7 +315,10 @@ def differentiate(
         steps = options.accum_steps
         params_of = options.params
         run = over_mesh(run, mesh, options.axes, batched, steps, params_of, specs)
-    with inside(unscaled=unscaled, scales=options.scales):
+    with (
+        inside(unscaled=unscaled, scales=options.scales, gradient=True),
+        jax.named_scope(GRADIENT),
+    ):
         loss, grads, aux, changes = run(args, kwargs, state)
     grads = divided(grads, options.loss_scale)
     grads = jax.tree.map(

@@ -24,6 +24,11 @@ from .modules import module_scopes
 T = TypeVar("T")
 
 
+# Around a gradient of ours, which scales the loss or is told not to: a named scope,
+# because JAX may have traced it before.
+GRADIENT = "jaxmp.gradient"
+
+
 class Around(NamedTuple):
     """What is known of the functions of ours that a call is in."""
 
@@ -32,6 +37,7 @@ class Around(NamedTuple):
     autocast: np.dtype | None = None  # the compute dtype of the innermost autocast
     unscaled: bool = False  # in a gradient of ours that was given no loss scale
     scales: Sequence[Any] = ()  # of the states that such a gradient was given
+    gradient: bool = False  # in a gradient of ours
     looking: bool = False  # for something that casts, in a function that does not run
 
 
@@ -121,10 +127,16 @@ def warn_unscaled() -> None:
     """Warns of gradients in float16 that were given no loss scale."""
     warn(
         "These gradients are computed in float16 without a loss scale, so that those "
-        "below 2**-25 become 0. Pass `loss_scale=opt_state` to `value_and_grad`, where "
+        "below 2**-25 become 0. Pass `loss_scale=opt_state` to `jaxmp.value_and_grad` "
+        "(or `jaxmp.nnx.value_and_grad`), in the place of that of JAX or Flax, where "
         "`opt_state` is the state of `jaxmp.loss_scaling(optimizer, policy)`; or "
         "`loss_scale=1.0` where you want none."
     )
+
+
+def in_gradient() -> bool:
+    """Returns whether a call is in a gradient of ours, which asks for a scale."""
+    return _AROUND.get(_NOTHING).gradient
 
 
 def warn_if_unscaled(dtype: Any, results: Any) -> None:

@@ -20,6 +20,7 @@ from benchmarks.counting.measure import relative_error, traced
 from conftest import (
     assert_near,
     at_once,
+    both_dtypes,
     crossed,
     in_both_dtypes,
     normal,
@@ -262,6 +263,25 @@ def test_a_softmax_over_very_many_is_finite():
     s, v = jnp.zeros((1, 2**15)), jnp.ones((2**15, 2))
     grads = jax.jit(jaxmp.autocast(jax.grad(loss), jnp.float16))(s, v)
     assert jnp.isfinite(grads).all()
+
+
+@both_dtypes
+@pytest.mark.parametrize("chosen", [False, True], ids=["plain", "chosen"])
+def test_what_is_stored_is_multiplied_in_float32_also_where_it_is_chosen(chosen, dtype):
+    def double(x):
+        return jax.nn.softmax(2 * x)
+
+    def loss(x, v):
+        weights = double(x @ v)
+        if chosen:
+            weights = lax.cond(x[0, 0] > 0, jax.nn.softmax, double, x @ v)
+        scaled = weights * 2.0
+        return (scaled @ v).sum()
+
+    grad = jaxmp.autocast(jax.grad(loss), dtype)
+    report = jaxmp.explain(grad)(jnp.ones((8, 16)), jnp.ones((16, 16)))
+    (line,) = (x for x in report.lines if "scaled = " in x.source)
+    assert line.dtype == "float32"
 
 
 # The gradient of an exact GELU.

@@ -36,34 +36,45 @@ def test_products_with_a_float32_result_have_16_bit_derivatives(order):
 
 @both_orders
 @pytest.mark.parametrize(
-    "shape", [(2,), pytest.param((1, 2), marks=pytest.mark.evidence)]
+    "shape", [(8,), pytest.param((1, 8), marks=pytest.mark.evidence)]
 )
 def test_the_gradient_of_a_bias_adds_in_float32(order, shape):
     def loss(b, x):
-        return jnp.sum((x @ jnp.ones((2, 2)) + b) @ jnp.ones((2, 1)))
+        return jnp.sum((x @ jnp.ones((8, 8)) + b) @ jnp.ones((8, 1)))
 
-    grad = order(loss)(jnp.zeros(shape), jnp.ones((70_000, 2)))
+    grad = order(loss)(jnp.zeros(shape), jnp.ones((70_000, 8)))
     np.testing.assert_array_equal(grad, jnp.full(shape, 70_000.0))
 
 
 @pytest.mark.parametrize(
     "copy",
     [
-        lambda y: jnp.broadcast_to(y, (20_000, 2)),
+        lambda y: jnp.broadcast_to(y, (20_000, 8)),
         lambda y: y[jnp.zeros(20_000, int)],
         lambda y: jnp.tile(y, (20_000, 1)),
-        lambda y: y + jnp.zeros((20_000, 2), bool),
+        lambda y: y + jnp.zeros((20_000, 8), bool),
     ],
     ids=["broadcast", "gather", "tile", "stretch"],
 )
 def test_the_gradients_of_copies_add_in_float32(copy):
     def loss(x):
-        copies = copy(x @ jnp.eye(2))  # in 16 bits, for the product below
-        return jnp.sum(copies @ jnp.full((2, 2), 2.0**-6))
+        copies = copy(x @ jnp.eye(8))  # in 16 bits, for the product below
+        return jnp.sum(copies @ jnp.full((8, 8), 2.0**-6))
 
     # In float16, a sum of ones stops at 2048.
-    grad = ORDERS["inside"](loss)(jnp.ones((1, 2)))
-    np.testing.assert_allclose(grad, 20_000 * 2.0**-5, rtol=1e-3)
+    grad = ORDERS["inside"](loss)(jnp.ones((1, 8)))
+    np.testing.assert_allclose(grad, 20_000 * 2.0**-3, rtol=1e-3)
+
+
+@both_orders
+def test_the_gradients_of_a_weight_that_is_used_three_times_add_in_float32(order):
+    parts = [1.0, 2.0**-12, 2.0**-12]  # of which a sum in float16 keeps the first
+
+    def loss(w, x):
+        return sum(jnp.sum((x @ w) * part) for part in parts)
+
+    grad = order(loss)(EYE, EYE)
+    np.testing.assert_array_equal(grad, jnp.full((8, 8), sum(parts)))
 
 
 def test_gradients_that_a_scan_adds_up_are_near_and_add_up_in_float32():
@@ -236,9 +247,9 @@ def test_a_weight_gradient_beyond_float16_stays_finite_outside():
     def loss(w, x):
         return (x @ w).sum()
 
-    x = jnp.full((2**17, 2), 50.0)
-    grad = ORDERS["outside"](loss)(jnp.ones((2, 2)), x)
-    np.testing.assert_array_equal(grad, jnp.full((2, 2), 50.0 * 2**17))
+    x = jnp.full((2**17, 8), 50.0)
+    grad = ORDERS["outside"](loss)(jnp.ones((8, 8)), x)
+    np.testing.assert_array_equal(grad, jnp.full((8, 8), 50.0 * 2**17))
 
 
 def _gradient(factors):

@@ -10,6 +10,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.dynamic_scale import DynamicScale
+from flax.training.train_state import TrainState
 
 import jaxmp
 from conftest import normal
@@ -282,6 +284,128 @@ def test_a_float16_gradient_without_a_scale_is_said_once(build, transform):
 def test_any_scale_is_one(scale):
     for build in (UNSCALED["autocast inside"], UNSCALED["policy"]):
         assert not said(jax.jit(build(loss_scale=scale)), PARAMS, X, Y)
+
+
+def of_scan(params, x, y):
+    def layer(h, w):
+        return jnp.tanh(h @ w), None
+
+    return loss(params, jax.lax.scan(layer, x, jnp.stack([jnp.eye(8)] * 3))[0], y)
+
+
+def over_a_mask(params, x, y):
+    seen = y > 0
+    return jnp.sum(jnp.square(apply(params, x) - y), where=seen) / seen.sum()
+
+
+FORGOTTEN = {
+    "jax.value_and_grad": jax.value_and_grad(loss),
+    "jitted": jax.jit(jax.grad(loss)),
+    "a root": jax.grad(lambda *args: jnp.sqrt(loss(*args))),
+    "a sum": jax.grad(lambda params, x, y: jnp.sum(apply(params, x))),
+    "a number": jax.grad(lambda p, x, y: loss(p, x, y) / 2 + 0.1 * p["w"][0, 0]),
+    "over a count": jax.grad(over_a_mask),
+    "of classes": jax.grad(
+        lambda params, x, y: optax.softmax_cross_entropy_with_integer_labels(
+            apply(params, x), y.argmax(-1)
+        ).mean()
+    ),
+    "scan": jax.grad(of_scan),
+    "remat": jax.grad(jax.checkpoint(loss)),
+    "vmap": jax.vmap(jax.grad(loss), (None, 0, 0)),
+    "vjp": lambda *args: jax.vjp(loss, *args)[1](1.0),
+    "an image": jax.grad(lambda x, params, y: loss(params, x, y)),
+}
+
+
+@pytest.mark.parametrize("grad", FORGOTTEN.values(), ids=FORGOTTEN.keys())
+def test_a_gradient_of_jax_in_float16_without_a_scale_is_said_once(grad):
+    args = (X, PARAMS, Y) if grad is FORGOTTEN["an image"] else (PARAMS, X, Y)
+    cast = jaxmp.autocast(grad, "mixed_float16")
+    (found,) = said(cast, *args)
+    assert "without a loss scale" in str(found.message)
+    assert found.filename == __file__
+    assert not said(cast, *args)
+    assert len(said(jax.jit(jaxmp.autocast(grad, "mixed_float16")), *args)) == 1
+    for policy in WIDE:
+        assert not said(jaxmp.autocast(grad, policy), *args)
+
+
+def test_the_gradients_of_nnx_and_a_train_state_are_told_too():
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+
+    def of_nnx(model, x, y):
+        return jnp.mean((model(x) - y) ** 2)
+
+    cast = jaxmp.nnx.autocast(nnx.value_and_grad(of_nnx), "mixed_float16")
+    assert len(said(nnx.jit(cast), model, X, Y)) == 1
+    scaled = jaxmp.nnx.value_and_grad(of_nnx, loss_scale=1.0)  # what it says
+    assert not said(nnx.jit(jaxmp.nnx.autocast(scaled, "mixed_float16")), model, X, Y)
+    state = TrainState.create(apply_fn=apply, params=PARAMS, tx=TX)
+
+    @jax.jit
+    def step(state, x, y):
+        grad_fn = jax.grad(lambda p: jnp.mean((state.apply_fn(p, x) - y) ** 2))
+        return state.apply_gradients(
+            grads=jaxmp.autocast(grad_fn, "mixed_float16")(state.params)
+        )
+
+    assert len(said(step, state, X, Y)) == 1
+
+
+# The gradients of these have a scale, or are meant to have none.
+by_flax = DynamicScale()
+MEANT = {
+    "ours": jaxmp.value_and_grad(loss, loss_scale=1.0),
+    "ours, jitted": jax.jit(jaxmp.grad(loss, loss_scale=2.0**15)),
+    "a penalty in ours": jaxmp.grad(
+        lambda *args: loss(*args) + jnp.sum(jax.grad(loss)(*args)["w"] ** 2),
+        loss_scale=STATE,
+    ),
+    "by hand, a number": jax.grad(lambda *args: loss(*args) * 1024),
+    "by hand, an array": jax.grad(lambda *args: jnp.float32(1024) * loss(*args)),
+    "by Flax": lambda *args: by_flax.value_and_grad(loss)(*args)[1:],
+    "by the cotangent": lambda *args: jax.vjp(loss, *args)[1](jnp.float32(1024)),
+    "in a region": jaxmp.float32_region(jax.grad(loss)),
+    "no gradient": loss,
+    "tangents": lambda *args: jax.jvp(loss, args, args),
+}
+
+
+@pytest.mark.parametrize("grad", MEANT.values(), ids=MEANT.keys())
+def test_gradients_that_are_scaled_or_meant_without_say_nothing(grad):
+    def seen(*args):
+        return [x for x in said(*args) if "constant of this" not in str(x.message)]
+
+    assert not seen(jaxmp.autocast(grad, "mixed_float16"), PARAMS, X, Y)
+    grad(PARAMS, X, Y)  # and JAX has traced it before
+    assert not seen(jax.jit(jaxmp.autocast(grad, "mixed_float16")), PARAMS, X, Y)
+
+
+def test_a_scale_by_hand_may_be_an_argument():
+    def grad(params, scale, x, y):
+        return jax.grad(lambda p: loss(p, x, y) * scale)(params)
+
+    def of_exponent(params, exponent, x, y):
+        return grad(params, jnp.exp2(jnp.minimum(exponent, 15)), x, y)
+
+    for fun in (grad, of_exponent):
+        step = jax.jit(jaxmp.autocast(fun, "mixed_float16"))
+        assert not said(step, PARAMS, 10.0, X, Y)
+
+
+def test_autocast_in_a_scaled_gradient_says_nothing_of_one_inside():
+    def penalty(*args):
+        return jnp.sum(jax.grad(loss)(*args)["w"] ** 2)
+
+    cast = jaxmp.autocast(penalty, "mixed_float16")
+    assert not said(jaxmp.grad(cast, loss_scale=8.0), PARAMS, X, Y)
+
+
+@pytest.mark.parametrize("tool", ["audit", "explain"])
+def test_a_tool_says_nothing_of_a_scale(tool):
+    cast = jaxmp.autocast(jax.grad(loss), "mixed_float16")
+    assert not said(getattr(jaxmp, tool)(cast), PARAMS, X, Y)
 
 
 def test_no_gradient_is_no_gradient_without_a_scale():
