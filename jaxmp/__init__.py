@@ -25,6 +25,7 @@ Loss scale  loss_scaling dynamic_loss_scale static_loss_scale LossScaleState
 Dtypes      explain Explanation ExplainedLine
             audit assert_16bit DtypeReport Leak Kept Hazard UnfusedAttention
             CompiledReport CompiledProduct LostRounding WideArray
+            WrittenHead
 Faults      find_overflow OverflowReport Fault OperationRange
 Errors      sensitivity SensitivityReport ModuleSensitivity
 Ranges      range_report RangeReport RangeStats suggest_loss_scale record_ranges
@@ -58,6 +59,7 @@ from ._diagnosis.audit.report import Hazard as Hazard
 from ._diagnosis.audit.report import Kept as Kept
 from ._diagnosis.audit.report import Leak as Leak
 from ._diagnosis.audit.report import UnfusedAttention as UnfusedAttention
+from ._diagnosis.audit.report import WrittenHead as WrittenHead
 from ._diagnosis.explain.report import ExplainedLine as ExplainedLine
 from ._diagnosis.explain.report import Explanation as Explanation
 from ._diagnosis.overflow.report import Fault as Fault

@@ -2,11 +2,9 @@
 
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
 from .._attention.function import as_arrays
@@ -122,18 +120,8 @@ def linear_cross_entropy(
     of_rows = tuple(x for x in axes if x != form.axis)
     for i, x in enumerate(args):
         args[i] = vary(x, of_rows if i in (LABELS, WEIGHTS) else axes)
-    summed = reduction != "none"
-
-    def bound(*args):
-        params = {"form": form, "precision": default_precision(), "summed": summed}
-        return tuple(FORWARD.bind(*args, **params))
-
-    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
-        spec = PartitionSpec() if summed else jax.typeof(labels).sharding.spec
-        auto_axes: Any = jax.sharding.auto_axes
-        found = auto_axes(bound, out_sharding=(spec, spec))(*args)
-    else:
-        found = bound(*args)
+    params = {"form": form, "precision": default_precision()}
+    found = FORWARD.bind(*args, **params, summed=reduction != "none")
     if reduction == "mean":
         count = jnp.sum(counts)
         found = [x / jnp.where(count == 0, 1, count) for x in found]

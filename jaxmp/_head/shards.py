@@ -10,11 +10,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .tiles import HIDDEN, KERNEL, LABELS, Form, computed
+from .tiles import HIDDEN, KERNEL, LABELS, WEIGHTS, Form, computed
 
 
 def sharded(
@@ -23,11 +24,26 @@ def sharded(
     """Returns what :func:`computed` does, of operands that may be sharded."""
     if form.axis:  # inside `shard_map`
         return computed(form, precision, moving, args)
-    return list(_partitioned(form, precision, tuple(moving))(*args))
+    whole, partition = _partitioned(form, precision, tuple(moving))
+    types = [jax.typeof(x) for x in args]
+    mesh = types[HIDDEN].sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return list(whole(*args))
+    _, local, outs, ins = partition(mesh, types, None)
+    specs = [tuple(x.spec for x in several) for several in (ins, outs)]
+    local = jax.shard_map(local, mesh=mesh, in_specs=specs[0], out_specs=specs[1])
+    found = local(*map(jax.sharding.reshard, args, ins))
+    places = [WEIGHTS, WEIGHTS, *moving]  # like which operand each result is
+    return [
+        jax.sharding.reshard(x, types[i].sharding)
+        for i, x in zip(places, found, strict=True)
+    ]
 
 
 @functools.lru_cache(maxsize=4096)
 def _partitioned(form: Form, precision: Any, moving: tuple[int, ...]) -> Any:
+    """Returns a head that JAX shards, and how."""
+
     def arranged(rows, words, d=()):
         """Returns the axes of all operands and of all results."""
         kernel = (words, d) if form.is_transposed else (d, words)
@@ -83,7 +99,7 @@ def _partitioned(form: Form, precision: Any, moving: tuple[int, ...]) -> Any:
         infer_sharding_from_operands=lambda mesh, shapes, _: shardings(mesh, shapes)[1],
         sharding_rule=rule,
     )
-    return fun
+    return fun, partition
 
 
 def _spec(shape: Any) -> Sequence[Any]:

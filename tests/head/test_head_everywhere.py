@@ -1,5 +1,6 @@
 """The loss head wherever autocast works: policies, loops, batches, many devices."""
 
+import contextlib
 import functools
 from typing import Any
 
@@ -60,6 +61,10 @@ def heads(fun, *args):
         tuple(str(x.aval.dtype) for x in eqn.invars[:2])
         for eqn in equations(fun, *args)
     ]
+
+
+def text_of(jitted, args):
+    return str(jitted.lower(*args).compile().as_text())
 
 
 def check_near(found, expected, limit=2e-2):
@@ -183,9 +188,8 @@ def test_vmap(head, cast):
 
         return run
 
-    check_near(
-        *at_once(fun(head), fun(written))(TOKENS, LABELS), 3e-2 if cast else 1e-5
-    )
+    found, expected = at_once(fun(head), fun(written))(TOKENS, LABELS)
+    check_near(found, expected, 3e-2 if cast else 1e-5)
 
 
 def test_export_with_any_number_of_rows():
@@ -227,7 +231,7 @@ def test_each_device_tiles_its_own_rows(name, head):
         grad = jaxmp.autocast(jax.value_and_grad(head, (0, 1)))
         jitted = jax.jit(grad, out_shardings=(None, (tokens, kernel)))
         check_near(jitted(*args), jax.value_and_grad(written, (0, 1))(*args), 1e-2)
-        found = collectives.collectives(str(jitted.lower(*args).compile().as_text()))
+        found = collectives.collectives(text_of(jitted, args))
         return sum(x.sent for x in found), {x.kind for x in found}
 
     (ours, kinds), (theirs, others) = sent(head), sent(written)
@@ -271,16 +275,25 @@ def test_in_shard_map_it_is_as_the_written_form(check_vma, outside, cast, head):
                 fun = jaxmp.autocast(fun) if cast else fun
                 fun = shard(fun, out_specs=(P(), (P("data"), kernel)))
             grads.append(jax.jit(fun)(TOKENS, PARAMS["out"], LABELS))
-        check_near(*grads, 1e-2 if cast else 1e-5)
+        check_near(grads[1], grads[0], 1e-2 if cast else 1e-5)
 
 
-def test_types_that_name_how_arrays_are_sharded():
-    with jax.set_mesh(on_mesh(AxisType.Explicit)):
-        tokens, labels = (jax.device_put(x, P("data")) for x in (TOKENS, LABELS))
-        kernel = jax.device_put(PARAMS["out"], P())
-        grad: Any = jax.jit(jax.value_and_grad(head, (0, 1)))
-        found = grad(tokens, kernel, labels)
-        assert found[1][0].sharding.spec[0] == "data"
-    check_near(
-        found, jax.value_and_grad(written, (0, 1))(TOKENS, PARAMS["out"], LABELS), 1e-5
-    )
+@crossed("is_set head specs", [True, False], [head, rows], SHARDED)
+def test_types_that_name_how_arrays_are_sharded(is_set, head, specs):
+    mesh = on_mesh(AxisType.Explicit)
+    tokens, kernel = (NamedSharding(mesh, spec) for spec in specs)
+    args = [
+        jax.device_put(TOKENS, tokens),
+        jax.device_put(PARAMS["out"], kernel),
+        jax.device_put(LABELS, tokens),
+    ]
+    grad: Any = jax.jit(jaxmp.autocast(jax.value_and_grad(head, (0, 1))))
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        found = grad(*args)
+        kinds = {x.kind for x in collectives.collectives(text_of(grad, args))}
+    for x, y in zip(found[1], args, strict=False):
+        assert x.sharding.is_equivalent_to(y.sharding, y.ndim)
+    if specs != SHARDED["parameters"]:
+        assert kinds == {"all-reduce"}
+    expected = jax.value_and_grad(written, (0, 1))(TOKENS, PARAMS["out"], LABELS)
+    check_near(found, expected, 1e-2)

@@ -33,7 +33,7 @@ _WRITTEN = {
 
 
 class Part(NamedTuple):
-    """How much of an attention a value is."""
+    """How much of an attention, or of a loss head, a value is."""
 
     stage: str
     scores: Any  # the matmul that computed them
@@ -58,11 +58,14 @@ class Attentions:
         self, eqn: Any, ins: Sequence[Part | None], place: Place
     ) -> Part | None:
         """Returns what a matmul makes, and notes an attention that it completes."""
-        if not (is_matrix_product(eqn) and is_batched(eqn)):
+        if not is_matrix_product(eqn):
             return None
-        parts = zip(eqn.invars, ins, strict=True)
-        weights = [atom.aval for atom, x in parts if x and x.stage == "weights"]
-        if not weights:
+        weights = [
+            atom.aval
+            for atom, x in zip(eqn.invars, ins, strict=True)
+            if x and x.stage == "weights" and is_of_attention(x)
+        ]
+        if not weights or not is_batched(eqn):
             return Part("scores", eqn)
         if named_in(place.scopes, ATTENTION) is None:
             size = as_number(math.prod(weights[0].shape)) * weights[0].dtype.itemsize
@@ -94,8 +97,13 @@ def judge(args: Any) -> Gpu:
     return gpu_of(default_device()) or NEWEST
 
 
+def is_of_attention(part: Part | None) -> bool:
+    """Whether a part is of an attention, and not of a loss head."""
+    return part is not None and is_batched(part.scores)
+
+
 def made_of(eqn: Any, ins: Sequence[Part | None]) -> Part | None:
-    """Returns what an equation makes of parts of an attention, None if no part."""
+    """Returns what an equation makes of such parts, None if no part."""
     parts = [x for x in ins if x is not None]
     if not parts:
         return None
@@ -106,6 +114,8 @@ def made_of(eqn: Any, ins: Sequence[Part | None]) -> Part | None:
     match first.stage:
         case "scores" if table.multiplies(eqn) and by_number:
             return first
+        case "scores" if table.squashes(eqn) and not is_of_attention(first):
+            return first  # a cap
         case "scores" if table.joins(eqn) or (table.subtracts(eqn) and ins[0] is first):
             return first  # and a bias
         case "scores" if table.selects(eqn) or (table.guards(eqn) and by_number):
@@ -118,6 +128,8 @@ def made_of(eqn: Any, ins: Sequence[Part | None]) -> Part | None:
             return first._replace(stage="exps", exps=eqn)
         case "exps" if table.totals(eqn):
             return first._replace(stage="sum")
+        case "sum" if table.is_magnitude(eqn):
+            return first  # as JAX takes the logarithm of
         case "sum" if table.divides(eqn) and by_number:
             return first._replace(stage="inverse")
     return None

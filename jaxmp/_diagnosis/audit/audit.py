@@ -74,7 +74,8 @@ def audit(  # pyright: ignore[reportInconsistentOverload]
       stayed in 16 bits.
     * **Hazards**: ``report.hazards`` has the products whose use, as a phase for one, 16
       bits make wrong, or float32 at default precision; and numbers that are 0 or Inf.
-    * **Attention**: ``report.attention`` says what keeps one from the GPU's kernel.
+    * **Attention**: ``report.attention`` says what keeps one from the GPU's kernel,
+      and ``report.loss_heads`` where a loss has an array of its logits.
     * **Compiled code**: ``audit(jax.jit(fun).lower(*args))`` reads what a GPU runs, and
       what it lacks; a :class:`CompiledReport`. A ``Compiled`` hides what XLA left out.
 
@@ -124,11 +125,14 @@ def audit(  # pyright: ignore[reportInconsistentOverload]
             twin = functools.partial(traced_in_float32, flat.fun, leaves)
             numbers = Numbers(jaxpr, twin, around)
             gpu = judge((args, kwargs))
-            hazards, attention = of_products(jaxpr, around, default, numbers, gpu)
+            hazards, attention, heads = of_products(
+                jaxpr, around, default, numbers, gpu
+            )
             return DtypeReport(
                 residual_bytes=Flow(jaxpr, around).residual_bytes(),
                 hazards=hazards,
                 attention=attention,
+                loss_heads=heads,
                 **leaks.found(),
             )
 

@@ -32,7 +32,8 @@ from ..._ops.products import (
 )
 from ..numbers import LostNumber
 from .attention import Attentions, Part, made_of
-from .report import Hazard, UnfusedAttention
+from .loss_head import Heads
+from .report import Hazard, UnfusedAttention, WrittenHead
 
 _REGION = 'with jax.named_scope("jaxmp.float32"):'
 _HIGHEST = 'with jax.default_matmul_precision("highest"):'
@@ -78,7 +79,7 @@ class Made(NamedTuple):
     marks: Marks = frozenset()
     given: bool = False  # from arguments and numbers alone
     number: Any = None  # what every entry is, if it is a number in the code
-    part: Part | None = None  # of an attention that is written out
+    part: Part | None = None  # of an attention or a loss head that is written out
 
     def of(self, *words: str) -> set[Any]:
         """Returns of what any of some words is said."""
@@ -100,8 +101,8 @@ def of_products(
     default_precision: Any = None,
     numbers: Iterable[LostNumber] = (),
     gpu: Gpu = NEWEST,
-) -> tuple[tuple[Hazard, ...], tuple[UnfusedAttention, ...]]:
-    """Returns the hazards in a jaxpr and its attentions, in the order of the program.
+) -> tuple[tuple[Hazard, ...], tuple[UnfusedAttention, ...], tuple[WrittenHead, ...]]:
+    """Returns the hazards in a jaxpr, its attentions and loss heads, in their order.
 
     Args:
         jaxpr: Of the program.
@@ -116,7 +117,8 @@ def of_products(
     for x in numbers:
         if x.written is not None and not x.place.backward:
             search.note_number(x.written, x.left, x.dtype, x.place)
-    return tuple(search.found.values()), tuple(search.attentions.rows.values())
+    hazards, attentions = search.found.values(), search.attentions.rows.values()
+    return tuple(hazards), tuple(attentions), tuple(search.heads.rows.values())
 
 
 class _Search:
@@ -126,7 +128,7 @@ class _Search:
         self._default_precision = default_precision
         self._followed: list[Product] = []
         self.found: dict[Any, Hazard] = {}
-        self.attentions = Attentions(gpu)
+        self.attentions, self.heads = Attentions(gpu), Heads()
         self.walk = Forward(self._operation, _either, _known, enter=self._enter)
 
     def _enter(self, eqn: Equation, ins: list[Made], at: At) -> list[Made]:
@@ -150,7 +152,9 @@ class _Search:
         if multiplies_matrices(eqn):
             return self._product(eqn, ins, place)
         self._look(eqn, ins)
-        part = made_of(eqn, [x.part for x in ins])
+        parts = [x.part for x in ins]
+        self.heads.look(eqn, parts, place)
+        part = made_of(eqn, parts)
         marks, given = frozenset(_marks(eqn, ins)), all(x.given for x in ins)
         return Made(marks, given, part=part)
 

@@ -192,6 +192,30 @@ class UnfusedAttention:
 
 
 @dataclasses.dataclass(frozen=True)
+class WrittenHead:
+    """A cross-entropy of a matmul that is written out, with an array of its logits.
+
+    :func:`jaxmp.linear_cross_entropy` computes it without one.
+
+    Attributes:
+        bytes: Of the float32 logits of all such heads in this line. A gradient of them
+            is as large.
+        module: Named scopes of the first one.
+        where: Its ``file:line``.
+
+    Examples:
+        >>> hidden, kernel = jnp.ones((4, 8)), jnp.ones((8, 100))
+        >>> fun = lambda h, w: -jax.nn.log_softmax(h @ w)[:, 0].mean()
+        >>> jaxmp.audit(fun)(hidden, kernel).loss_heads[0].bytes
+        1600
+    """
+
+    bytes: int
+    module: str
+    where: str
+
+
+@dataclasses.dataclass(frozen=True)
 class DtypeReport(FlopsReport):
     """What :func:`jaxmp.audit` found.
 
@@ -214,6 +238,7 @@ class DtypeReport(FlopsReport):
             precision, which is TF32 on an A100 and later, and bfloat16 on a TPU.
         attention: What keeps an attention from cuDNN's kernel, and those that are
             written out.
+        loss_heads: Cross-entropies of a matmul that are written out.
     """
 
     leaks: tuple[Leak, ...]
@@ -224,6 +249,7 @@ class DtypeReport(FlopsReport):
     hazards: tuple[Hazard, ...] = ()
     default_precision_flops: float = 0.0
     attention: tuple[UnfusedAttention, ...] = ()
+    loss_heads: tuple[WrittenHead, ...] = ()
 
     @property
     def is_uncast(self) -> bool:
@@ -260,6 +286,7 @@ def _lines(report: DtypeReport) -> Iterator[str]:
         _complex_lines(report),
         _hazard_lines(report.hazards),
         attention_lines(report.attention),
+        _head_lines(report),
         _residual_lines(report),
         notes(report),
     )
@@ -363,6 +390,14 @@ def attention_lines(attention: Sequence[UnfusedAttention]) -> Iterator[str]:
     for row in others[:ROWS]:
         yield from wrapped(_at(row), "  ", "    ")
     yield from more(others, ROWS, "attention")
+
+
+def _head_lines(report: DtypeReport) -> Iterator[str]:
+    if report.loss_heads:
+        call = "jaxmp.linear_cross_entropy(hidden, kernel, labels)"
+        yield f"a loss with an array of its logits: `{call}` has none"
+    rows = [(f"{unit(x.bytes, 1024)}B", "of logits", x) for x in report.loss_heads]
+    yield from table(rows, ROWS, "loss_heads")
 
 
 def _residual_lines(report: DtypeReport) -> Iterator[str]:
