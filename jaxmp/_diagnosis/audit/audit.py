@@ -74,8 +74,7 @@ def audit(  # pyright: ignore[reportInconsistentOverload]
       stayed in 16 bits.
     * **Hazards**: ``report.hazards`` has the products whose use, as a phase for one, 16
       bits make wrong, or float32 at default precision; and numbers that are 0 or Inf.
-    * **Attention**: ``report.attention`` says what keeps one from the GPU's kernel,
-      and ``report.loss_heads`` where a loss has an array of its logits.
+    * **Not fused**: what ``report.attention`` and ``report.loss_heads`` have, and why.
     * **Compiled code**: ``audit(jax.jit(fun).lower(*args))`` reads what a GPU runs, and
       what it lacks; a :class:`CompiledReport`. A ``Compiled`` hides what XLA left out.
 
