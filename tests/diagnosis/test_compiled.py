@@ -23,13 +23,13 @@ needs_compiler = pytest.mark.skipif(bool(UNAVAILABLE), reason=str(UNAVAILABLE))
 A100 = Device("gpu", "NVIDIA A100", Gpu("NVIDIA A100", (8, 0)))
 
 
-def jitted(fun, *args, gpu):
+def jitted(fun, *args, gpu, **options):
     """Lowers a function for a GPU, with the options that compile it without one."""
     sharding = jax.sharding.SingleDeviceSharding(targets.devices(gpu)[0])
     args = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
     )
-    return jax.jit(fun, compiler_options=targets.OPTIONS).lower(*args)
+    return jax.jit(fun, compiler_options=targets.OPTIONS | options).lower(*args)
 
 
 class Net(nn.Module):
@@ -147,6 +147,32 @@ def test_a_matmul_in_a_fusion_has_the_dtype_that_it_multiplies(kind):
         before=body,
     )
     assert read(text, None, A100, None).flops == {"bfloat16": 128.0}
+
+
+@pytest.mark.parametrize(
+    ("line", "dtype", "says"),
+    [
+        ("%m = f32[8,8]{1,0} dot(%x, %x)", "f32", "has no bfloat16 matmuls"),
+        ("%m = f16[8,8]{1,0} dot(%x, %x)", "f16", ""),
+        ("%m = f16[8,8]{1,0} dot(%x, %x), x=f8e4m3fn[8,8]", "f16", "no float8 matmuls"),
+        ("%m = f8e5m2[8,8]{1,0} dot(%x, %x)", "f8e5m2", ""),
+        (
+            '%m = (f16[8,8]{1,0}, u8[0]) custom-call(%x, %x), "dimensions": ["8"], '
+            'custom_call_target="__cudnn$fmhaSoftmax"',
+            "f16",
+            "does not have cuDNN's attention",
+        ),
+    ],
+)
+def test_what_an_old_gpu_does_not_have_is_said_with_what_to_type(line, dtype, says):
+    text = code(f"%x = {dtype}[8,8]{{1,0}} parameter(0)", f"ROOT {line}")
+    old = Device("gpu", "Tesla T4", Gpu("Tesla T4", (7, 5)))
+    new = Device("gpu", "NVIDIA B200", Gpu("NVIDIA B200", (10, 0)))
+    found = read(text, None, old, None).why
+    assert len(found) == bool(says)
+    assert all(says in why and re.search("Type|Leave out", why) for why in found)
+    for device in (new, Device("gpu", "gfx90a"), Device("", "")):
+        assert not read(text, None, device, None).why
 
 
 def test_a_call_that_is_not_known_is_listed():
@@ -322,6 +348,20 @@ def test_roundings_that_xla_takes_away_are_seen_and_those_that_it_keeps_are_not(
     assert found == {("bfloat16", "gone", 1), ("float8_e4m3fn", "gone", 1)}
     assert "roundings that XLA took away" in str(report)
     assert all("test_compiled.py:" in row.where for row in report.lost_roundings)
+
+
+@needs_compiler
+def test_a_matmul_of_triton_is_read_too():
+    def fun(x, w):
+        return jnp.tanh(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16))
+
+    x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    with_triton = {"xla_gpu_enable_triton_gemm": True}
+    report = jaxmp.audit(jitted(fun, x, x, gpu="h200", **with_triton))
+    assert report.flops == {"bfloat16": 2.0 * 256**3} == report.asked
+    (row,) = report.products
+    assert row.targets == ("dot",)
+    assert "test_compiled.py:" in row.where
 
 
 @needs_compiler
