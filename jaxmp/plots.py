@@ -194,9 +194,8 @@ def overflow(report: OverflowReport) -> Axes:
     two from the largest value of its operations to the largest number of the format.
     "Inf or NaN" stands in place of a bar where an operation was not finite. The right
     plot has the largest share of an operation's values that became zero or subnormal.
-    The modules are in the order of the program; of more than ten, those with the least
-    headroom are drawn. That of the first fault, if it computes in 16 bits, is in bold
-    and always there.
+    The modules with the least headroom are at the top; of more than ten, ten are drawn.
+    That of the first fault, if it computes in 16 bits, is in bold, and first of all.
 
     Args:
         report: What :func:`jaxmp.find_overflow` returned.
@@ -230,8 +229,7 @@ def overflow(report: OverflowReport) -> Axes:
         least[x.backward] = min(least[x.backward], headroom)
         most[x.backward] = max(most[x.backward], 100 * x.lost)
     first = report.first.module if report.first else None
-    near = sorted(room, key=lambda x: (x != first, min(room[x])))[:_ROWS]
-    modules = [module for module in room if module in near]
+    modules = sorted(room, key=lambda x: (x != first, min(room[x])))[:_ROWS]
     left, right = _rows("Distance to overflow by module", modules, len(room), [first])
     for i, label in enumerate(("forward", "backward")):
         place, found = np.arange(len(modules)) + 0.4 * i, [room[x][i] for x in modules]
@@ -326,7 +324,9 @@ def _subplots(columns: int, size: Any, ax: Any = None, **options: Any) -> Any:
     from matplotlib import pyplot  # late, because it looks for a screen
 
     options |= {"sharey": True, "figsize": size, "layout": "constrained"}
-    return pyplot.subplots(1, columns, **options)[1]
+    figure, axes = pyplot.subplots(1, columns, **options)
+    figure.get_layout_engine().set(h_pad=0.08)  # inches, from a label to the legend
+    return axes
 
 
 def _histogram(ranges: Any) -> tuple[int, np.ndarray, float, float]:

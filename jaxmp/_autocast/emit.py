@@ -243,7 +243,7 @@ class Emitter:
     def _returned(self, plan: Plan, i: int, out: Value) -> Any:
         """Returns the array of an output."""
         end = plan.ends[i]
-        if end in ("wide", "free"):
+        if end in ("wide", "free", "ranged"):
             out = out.exact or out
             return out.wide() if end == "wide" else out.array
         with jax.named_scope(STACKED) if end == "stacked" else contextlib.nullcontext():

@@ -51,8 +51,8 @@ How = Literal[
 # In which dtype a body is given a value: as it is there, its own, or one of 16 bits.
 Passed = Literal["as is", "wide"] | np.dtype
 # In which dtype it must return one: its own; 16 bits; 16 bits if it was computed, where
-# a scan stacks it; or any of the two.
-End = Literal["wide", "half", "stacked", "free"]
+# a scan stacks it; any of the two; or so, as float16 has not the range to stack it.
+End = Literal["wide", "half", "stacked", "free", "ranged"]
 
 _BY_BFLOAT16_PATHS = "`bfloat16_paths`"
 
@@ -248,7 +248,7 @@ class Planner:
         dtype = self.dtype_in(BACKWARD in scopes)
         outs, done = [], []
         for x, var, end in zip(found, atoms, ends, strict=True):
-            if end in ("wide", "free"):
+            if end in ("wide", "free", "ranged"):
                 x = x.exact or x
             read = consumers.of(var)
             x = x._replace(exact=None, digits=x.digits or needs.is_exact(read))
@@ -257,8 +257,10 @@ class Planner:
             elif x.half:
                 if x.dtype != dtype:  # of the other pass
                     x, end = x._replace(dtype=dtype), "half"
-                end = "free" if end == "free" else "half"
-            elif not is_float32(var) or (end == "stacked" and (x.given or x.digits)):
+                end = "free" if end in ("free", "ranged") else "half"
+            elif not is_float32(var) or (
+                end in ("stacked", "ranged") and (x.given or x.digits)
+            ):
                 end = "free"
             elif end == "stacked":
                 axes = _stored_axes(var, consumers.definition)
@@ -548,6 +550,7 @@ class Planner:
         carried = self._carried(row, ins, demand)
         # Gradients are sums, and float16 may not have the range of what is stacked.
         stores = not row.back and self.dtype != np.float16
+        stacks: End = "free" if row.back else "stacked" if stores else "ranged"
         while True:
             given[start:stop] = carried
             streams = {}
@@ -556,7 +559,7 @@ class Planner:
                 streams = _streams(eqn, ahead, body, demand, carried, within)
             for i in streams.values():
                 given[start + i] = Facts(dtype, exact=carried[i])
-            ends = _ends(eqn, demand, carried, stores)
+            ends = _ends(eqn, demand, carried, stacks)
             ends = tuple(replaced(ends, streams, ["half"] * len(streams)))
             inner = self._body(body, given, demand, ends, scopes)
             before = carried  # a body that returns float32, or has computed, decides
@@ -609,7 +612,7 @@ class Planner:
 
 
 def _ends(
-    loop: Equation, demand: Demand, carried: Sequence[Facts], stores: bool
+    loop: Equation, demand: Demand, carried: Sequence[Facts], stacks: End
 ) -> tuple[End, ...]:
     """Returns the dtypes of what each iteration of a loop returns.
 
@@ -617,7 +620,7 @@ def _ends(
         loop: The loop.
         demand: What is needed of what an iteration returns.
         carried: What is known of what it carries.
-        stores: Whether what it stacks for the backward pass may be stored in 16 bits.
+        stacks: That of what it stacks for the backward pass alone.
     """
     carries = _jaxpr.call_layout(loop).fixed_out
 
@@ -628,8 +631,9 @@ def _ends(
             return "half" if needs.is_rounded_for_products(need) else "free"
         if needs.is_rounded_for_products(need):
             return "half"
-        stacks = needs.is_stored(need) or (stores and needs.is_for_backward_alone(need))
-        return "stacked" if stacks else "free"
+        if needs.is_for_backward_alone(need):
+            return stacks
+        return "stacked" if needs.is_stored(need) else "free"
 
     return tuple([end(i, need) for i, need in enumerate(demand.wanted)])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ from .._jaxprs.places import Frame, Place, frames_below_users, library_function
 from .._jaxprs.walk import At, Forward
 from .._ops.products import PRODUCTS, is_convolution
 from .._ops.table import in_words, is_view
+
+_COMPREHENSIONS = re.compile(r"((^|\.)(<locals>\.)?<((list|set|dict)comp|genexpr)>)+$")
 
 
 @dataclasses.dataclass(eq=False)
@@ -52,7 +55,8 @@ class Operation:
         """File, function and line."""
         assert self.frame is not None
         file, number, *_, function = self.frame
-        function = function.rpartition("<locals>.")[2]
+        # Newer versions of Python have no functions for some of these either.
+        function = _COMPREHENSIONS.sub("", function).rpartition("<locals>.")[2]
         return file, "" if function == "<module>" else function, number
 
     @functools.cached_property

@@ -237,6 +237,11 @@ def frames_below_users(eqn: _jaxpr.Equation) -> tuple[Frame, ...]:
     return tuple(itertools.takewhile(lambda frame: not is_users(frame[0]), frames))
 
 
+def is_called_directly(eqn: _jaxpr.Equation) -> bool:
+    """Whether the user's line calls JAX for an operation, and no other library."""
+    return all(file.startswith(_JAX) for file, *_ in frames_below_users(eqn))
+
+
 @functools.cache
 def is_users(file: str) -> bool:
     """Whether a file is neither JAX's nor another library's."""

@@ -227,12 +227,15 @@ class _Program:
         """Returns what a loop returns."""
         layout = _jaxpr.call_layout(eqn)
         plans = {id(jaxpr): plan for jaxpr, plan in bodies}
+        ends = bodies[-1][1].ends if bodies else ()
         start = layout.fixed_in.start
         given = self._of_iteration(eqn, ins, layout.bodies[-1], bodies, new)
         for x in given:
             is_wide = x.op == "constant of loop" and not x.half
             if is_wide and isinstance(x.of[0], Value) and x.of[0].half:
                 x.safeguard = x.safeguard or rules.CONSTANTS
+            if x.op == "slice of scan" and not x.half and _is_ranged(x):
+                x.safeguard = x.safeguard or rules.RANGE
         *tests, body = layout.bodies
         plan = plans.get(id(body.jaxpr)) or (bodies[-1][1] if bodies else None)
         outs = self.through(body.jaxpr, given, plan, scopes)
@@ -249,6 +252,8 @@ class _Program:
                 )
             else:
                 results.append(new("stack of scan", [outs[i]], var, facts.get(var)))
+                if i < len(ends) and ends[i] == "ranged":
+                    results[-1].safeguard = rules.RANGE
         for test in tests:
             variables = _jaxpr.in_vars(test.jaxpr)
             seen = [
@@ -290,6 +295,15 @@ def _decides(*found: Any) -> None:
     for value in found:
         if isinstance(value, Value):
             value.returned = True
+
+
+def _is_ranged(value: Any) -> bool:
+    """Whether it is moved from what a scan has stacked in the range of float32."""
+    if not isinstance(value, Value) or value.half:
+        return False
+    if value.op == "stack of scan":
+        return value.safeguard == rules.RANGE
+    return value.role == "move" and any(map(_is_ranged, value.of))
 
 
 def _has_dtype(var: Any) -> bool:

@@ -387,7 +387,7 @@ def test_what_takes_float32_says_so_and_a_safeguard_has_its_name():
     assert report.sentences["gates"] == rules.SAFEGUARDS["gates"]
     given = at(report, "# of arguments")
     assert (given.dtype, given.rule) == ("float32", 3)
-    assert given.reason == "its inputs are float32"
+    assert given.reason == "computed from inputs alone"
 
 
 def test_float8_is_what_matmuls_take():
@@ -653,6 +653,91 @@ def test_code_of_a_library_alone_belongs_to_the_line_that_asks():
 def test_a_notebook_shows_what_is_printed():
     report = explained(jaxmp.autocast(lambda w, x: jnp.where(x < 1, x @ w, 0.0)), W, X)
     assert html.escape(str(report)) in report._repr_html_()
+
+
+def test_a_line_that_pythons_loop_runs_in_two_dtypes_has_both():
+    def layers(w, x):
+        for _ in range(3):
+            x = jnp.tanh(x @ w)
+        return x.sum()
+
+    class Model(nn.Module):  # whose layers are one line, of a library
+        @nn.compact
+        def __call__(self, x):
+            return nn.Sequential([nn.Dense(8) for _ in range(3)])(x)
+
+    args = shape(8, 8), shape(8, 8)
+    line, result = jaxmp.explain(jaxmp.autocast(layers))(*args).lines
+    assert (line.dtype, result.dtype) == ("bfloat16, float32", "float32")
+    assert line.rule == 2
+    params = jax.eval_shape(Model().init, jax.random.key(0), args[1])
+    (line,) = jaxmp.explain(jaxmp.autocast(Model().apply))(params, args[1]).lines
+    assert line.dtype == "float32"
+
+
+def test_what_only_a_matmul_reads_is_16_bits_by_the_fifth_sentence():
+    def model(w, x):
+        h = jax.nn.standardize(x @ w)
+        y = jax.nn.relu(h)
+        return y @ w
+
+    def of_inputs(w, x):
+        h = jax.nn.standardize(x)
+        y = jax.nn.relu(h)
+        return y @ w
+
+    args = shape(8, 8), shape(8, 8)
+    _, line, last = jaxmp.explain(jaxmp.autocast(model))(*args).lines
+    assert (line.dtype, line.rule) == ("bfloat16", 5)
+    assert line.reason == f"feeds a matmul ({last.number})"
+    _, line, last = jaxmp.explain(jaxmp.autocast(of_inputs))(*args).lines
+    assert (line.dtype, line.rule) == ("float32", 3)
+    reason = f"moves float32 values, feeds a matmul ({last.number})"
+    assert line.reason == reason
+
+
+def test_a_comprehension_belongs_to_the_function_that_it_is_in():
+    def model(ws, x):
+        h = [[x @ w for w in ws] for _ in range(2)]
+        y = {i: x @ w for i, w in enumerate(ws)}
+        return sum(x @ a for a in h[0]) + y[0]
+
+    report = jaxmp.explain(jaxmp.autocast(model))([shape(8, 8)] * 2, shape(8, 8))
+    assert [x.function.rpartition(".")[2] for x in report.lines] == ["model"] * 3
+    assert len({x.number for x in report.lines}) == 3
+
+
+def test_a_loop_names_who_reads_its_last_value_in_float32():
+    def loop(w, x):
+        def step(_, h):
+            return jnp.tanh(h @ w)
+
+        return lax.fori_loop(0, 3, step, x @ w).mean()
+
+    report = jaxmp.explain(jaxmp.autocast(loop))(shape(8, 8), shape(8, 8))
+    step = at(report, "return jnp.tanh(h @ w)")
+    assert (step.dtype, step.rule) == ("float32", 3)
+    assert step.reason.startswith("feeds mean (")
+
+
+@pytest.mark.parametrize("policy", ["float16", "bfloat16"])
+def test_what_float16_does_not_stack_has_the_name_of_the_safeguard(policy):
+    def loss(w, xs):
+        def step(h, x):
+            h = jnp.tanh(h @ w + x @ w)
+            gate = jax.nn.sigmoid(x @ w)
+            return h, h * gate
+
+        return jnp.mean(lax.scan(step, xs[0], xs)[1] ** 2)
+
+    program = jaxmp.autocast(jax.grad(loss), policy)
+    report = jaxmp.explain(program)(shape(8, 8), shape(6, 8, 8))
+    gate = at(report, "gate = jax.nn.sigmoid")
+    is_kept = policy == "float16"
+    assert gate.kept_by == "float16 range" * is_kept
+    assert ("float32" in dict(gate.saved)) == is_kept
+    assert ("float16 range" in str(report)) == is_kept
+    assert ("float16 range" in report.sentences) == is_kept
 
 
 def test_a_table_begins_with_the_names_of_its_columns():

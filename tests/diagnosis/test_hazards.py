@@ -200,6 +200,70 @@ def test_distances_may_lose_digits_but_not_those_of_normalised_points(distances,
     assert jnp.linalg.norm(found - exact) < 2**-7 * jnp.linalg.norm(exact)
 
 
+def units(out, back):
+    def fun(x, y):
+        kelvin = out(jnp.tanh(x @ y) @ y)  # here
+        return back(kelvin) @ y
+
+    return fun
+
+
+# Units by numbers in the code, and differences of what they are added to.
+UNITS = {
+    "kelvin": (lambda t: t * 5 + 300, lambda t: (t - 298) / 5),
+    "pascal": (lambda t: 1013.0 + t * 5, lambda t: (t + -1010.0) / 5),
+    "tanh": (lambda t: 20 * jnp.tanh(t) - 273, lambda t: t + 270),
+    "neighbours": (lambda t: t + 300, lambda t: t[1:] - t[:-1]),
+    "mean": (lambda t: t + 300, lambda t: t - t.mean(0)),
+    "roll": (lambda t: t + 300, lambda t: t - jnp.roll(t, 1, 0)),
+    "pairs": (lambda t: t + 300, lambda t: t[jnp.arange(8)[::-1]] - t),
+}
+
+
+@pytest.mark.parametrize("policy", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("out", "back"), UNITS.values(), ids=UNITS)
+def test_units_by_numbers_are_named_with_their_sum_and_its_cure_cures(
+    out, back, policy
+):
+    def region(t):
+        with jax.named_scope("jaxmp.float32"):
+            return out(t)
+
+    fun, cured = units(out, back), units(region, back)
+    start = inspect.getsourcelines(out)[1]
+    gradient = jax.value_and_grad(lambda x, y: fun(x, y).sum())
+    for form in (fun, gradient):
+        report = jaxmp.audit(jaxmp.autocast(form, policy))(X, Y)
+        (found,) = report.hazards
+        assert (found.kind, found.cure) == ("units", REGION)
+        assert found.where == f"{__file__}:{start}"
+        assert "the sum at test_hazards.py:" in str(report)
+    assert not jaxmp.audit(fun)(X, Y).hazards
+    assert not jaxmp.audit(jaxmp.autocast(cured, policy))(X, Y).hazards
+    x, y = jax.random.normal(jax.random.key(0), (2, 8, 8)) / 2
+    exact = fun(x, y)
+    off, still = (
+        jnp.linalg.norm(jaxmp.autocast(f, policy)(x, y) - exact) for f in (fun, cured)
+    )
+    assert still < off / 4
+
+
+def moments(x, y):
+    return (x @ (y * y)).mean() - (x @ y).mean() ** 2
+
+
+def local_moments(x, y):
+    return x @ y**2 - (x @ y) ** 2
+
+
+@pytest.mark.parametrize("fun", [moments, local_moments])
+def test_moments_of_an_input_are_named(fun):
+    found = hazards(fun, X, Y)
+    found += hazards(jaxmp.autocast(moments), X, Y)
+    assert {x.kind for x in found} == {"covariance"}
+    assert all("E[x²] - E[x]²" in x.why for x in found)
+
+
 def test_what_was_cast_is_told_to_be_cast_back():
     half = Shape((8, 8), jnp.float16)
     (hazard,) = hazards(fourier_features, half, half)
@@ -439,7 +503,22 @@ def test_a_bias_is_no_hazard_in_a_loss_or_a_softmax(loss, policy):
             assert not jaxmp.audit(fun)(params, x).hazards
 
 
+def numbers_beside_what_they_scale(x, y):
+    image = (127.5 * jnp.tanh(x @ y) + 127.5) / 127.5 - 1
+    h = image @ y
+    h = h * jnp.clip(h + 3, 0, 6) / 6
+    h = 2 * jax.nn.sigmoid(h @ y) - 1
+    scores = 30 * jnp.tanh((h @ y) / 30) - 1e9 * (x > 0)
+    return jax.nn.softmax(scores) @ y
+
+
+def interactions(x, y):  # of a factorisation machine, as large as its terms
+    return (x @ y) ** 2 - x**2 @ y**2
+
+
 RIGHT = [
+    numbers_beside_what_they_scale,
+    interactions,
     biased,
     decorrelated,
     moments_of_a_layer,

@@ -1022,6 +1022,29 @@ def sections(report):
     return {part.splitlines()[0]: part.splitlines()[1:] for part in parts}
 
 
+def test_a_healthy_step_has_no_rows_but_of_what_is_near_or_lost():
+    def loss(w, x):
+        with jax.named_scope("net"):
+            h = jnp.tanh(x @ w)
+        return jnp.sum((h @ w) ** 2)
+
+    w, x = (jax.random.normal(jax.random.key(i), (8, 8)) for i in range(2))
+    step = jaxmp.autocast(jax.value_and_grad(loss), "float16")
+    assert [*sections(jaxmp.find_overflow(step)(w, x))] == [
+        "no operation made an Inf or NaN that reached a result",
+        "All results are finite.",
+    ]
+    near = str(jaxmp.find_overflow(lambda x: x * x)(jnp.full(4, 200, jnp.float16)))
+    assert "0.7  mul float16" in near
+    # What is lost in float16, and changes no result by 1%, is named.
+    few = jnp.array([1e-4] * 7 + [1.0], jnp.float16)
+    report = jaxmp.find_overflow(lambda x: (x * x).astype("float32").sum())(few)
+    assert report.first is None
+    text = " ".join(str(report).split())
+    assert "result, but 87.5% of what mul gives at test_overflow.py:" in text
+    assert "zero or subnormal, and is not in float32" in text
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_what_gave_inf_stands_first_among_the_headrooms(masked):
     # Its largest finite number has headroom, which is not the point.

@@ -37,6 +37,8 @@ from .report import Hazard, UnfusedAttention, WrittenHead
 
 _REGION = 'with jax.named_scope("jaxmp.float32"):'
 _HIGHEST = 'with jax.default_matmul_precision("highest"):'
+# So many times the scale of a value is a number that costs it two digits of 16 bits.
+_FAR = 4
 _LARGEST = 2**16  # of the constants of which the numbers are looked at
 
 # What goes wrong in each pattern, and other formulas for some.
@@ -45,10 +47,14 @@ _WHY = {
     "inverse": "the matrix is inverted or factorised, which amplifies its errors",
     "distance": "|x|² + |y|² - 2xy is a small difference of large numbers",
     "covariance": "E[xy] - E[x]E[y] is a small difference of large numbers",
+    "moments": "E[x²] - E[x]² is a small difference of large numbers",
+    "units": "a number is added to it in 16 bits, far above its scale, and then it is "
+    "subtracted from: a small difference of large numbers",
     "kernel": "its kernel adds up to 0: a small difference of large numbers",
     "offset": "an input is added to it in 16 bits and something is subtracted again "
     "before the next matmul: a small difference of large numbers",
 }
+_KINDS = {"kernel": "difference", "offset": "difference", "moments": "covariance"}
 _FORMULAS = {
     "distance": "jnp.sum((x[:, None] - y) ** 2, axis=-1)",
     "covariance": "(x - x.mean(0)).T @ (y - y.mean(0)) / len(x)",
@@ -61,10 +67,15 @@ _FORMULAS = {
 # With the number of a product that is followed:
 # sum: it is a sum of products, scaled; twice: and this is in it twice, as 2xy is
 # entry: each entry is made of the same entry of the product
+# moment: and it adds up squares; squared sum: it has been squared
 # shifted: an input was added to the product, and the sum rounded
 # taken: then something that was given was taken away from it
 #
-# With a number: that stands in the code, and is some of the entries.
+# With a number: that stands in the code, and is some of the entries; times: the scale
+# of the value, by the numbers that have multiplied it.
+#
+# With the number of a sum that is followed, and a sign:
+# high: a number far above the scale was added; raised: and the sum rounded.
 #
 # With nothing: squared; squares: a sum with sums of squares in it; norm: the root of
 # one; length: one of these, or a reciprocal; unit: something divided by its length;
@@ -87,7 +98,7 @@ class Made(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A product that is followed."""
+    """A product that is followed, or a sum."""
 
     place: Place
     is_cast: bool  # to 16 bits, by the program itself
@@ -148,6 +159,9 @@ class _Search:
         if len(ins) == 1 and (table.is_view(eqn) or table.is_rounding(eqn)):
             if _jaxpr.is_cast(eqn):
                 self._look_at_cast(eqn, ins[0], place)
+                if is_narrow(eqn.outvars[0].aval):
+                    raised = {("raised", x) for x in ins[0].of("high")}
+                    return ins[0]._replace(marks=ins[0].marks | raised)
             return ins[0]
         if multiplies_matrices(eqn):
             return self._product(eqn, ins, place)
@@ -156,6 +170,8 @@ class _Search:
         self.heads.look(eqn, parts, place)
         part = made_of(eqn, parts)
         marks, given = frozenset(_marks(eqn, ins)), all(x.given for x in ins)
+        if table.adds_terms(eqn) and not (given or place.backward or place.again):
+            marks = self._moved_away(eqn, ins, marks, place)
         return Made(marks, given, part=part)
 
     def _product(self, eqn: Equation, ins: list[Made], place: Place) -> Made:
@@ -175,15 +191,43 @@ class _Search:
         if not (is_narrow_one or at_default or would_be):
             return Made(part=part)
         is_cast = is_narrow_one and _scopes.AUTOCAST not in place.scopes
-        marks = {("sum", len(self._followed))}
+        marks = {("sum", number := len(self._followed))}
         is_unit = any(x.of("unit") for x in ins)
         self._followed.append(Product(place, is_cast, at_default, is_unit))
+        if any(x.of("squared") for x in ins[:2]):
+            marks.add(("moment", number))
         if any(x.of("doubled") for x in ins):
-            marks |= {("twice", number) for _, number in marks}
+            marks.add(("twice", number))
         made = Made(frozenset(marks), part=part)
         if is_convolution(eqn) and ins[1].of("balanced"):
             self._note("kernel", [made], "sum")
         return made
+
+    def _moved_away(
+        self, eqn: Equation, ins: list[Made], marks: Marks, place: Place
+    ) -> Marks:
+        """Follows a sum with a number, and notes it where something takes that away."""
+        x, y = ins if ins[1].number is not None else reversed(ins)
+        raised = x.of("raised")
+        if y.number is None:
+            other = y.of("raised")
+            taken = raised & other or (y.given and raised) or (x.given and other)
+            if not (taken and table.subtracts(eqn)):
+                return marks
+        else:
+            scale = max(x.of("times"), default=1.0)
+            if not abs(y.number) > _FAR * scale:
+                return marks
+            takes = (y.number < 0) != (table.subtracts(eqn) and y is ins[1])
+            taken = {one for one in raised if one[1] != takes}
+            if not taken:
+                key = len(self._followed), takes
+                is_cast = _scopes.AUTOCAST not in place.scopes
+                self._followed.append(Product(place, is_cast, at_default=False))
+                high = ["high"] + ["raised"] * is_narrow(eqn.outvars[0].aval)
+                return marks | {(word, key) for word in high}
+        self._note("units", [Made(frozenset(("sum", n) for n, _ in taken))], "sum")
+        return frozenset(x for x in marks if x[0] not in ("high", "raised"))
 
     def _look(self, eqn: Equation, ins: list[Made]) -> None:
         """Notes what ``eqn`` makes of products, if that is a hazard."""
@@ -199,6 +243,9 @@ class _Search:
                 self._note("distance", [x for x in ins if not x.of("squares")], "twice")
             if table.subtracts(eqn) and any(x.of("totals") for x in ins):
                 self._note("covariance", ins, "sum")
+        if table.subtracts(eqn) and ins[0].of("moment") and ins[1].of("squared sum"):
+            self._note("moments", [ins[0]], "moment")
+            self._note("moments", [ins[1]], "squared sum")
 
     def _look_at_cast(self, eqn: Equation, x: Made, place: Place) -> None:
         """Notes the numbers of which a cast to 16 bits leaves 0 or Inf.
@@ -238,7 +285,7 @@ class _Search:
             if pattern == "distance" and product.is_unit:
                 continue
             row = Hazard(
-                kind="difference" if pattern in ("kernel", "offset") else pattern,
+                kind=_KINDS.get(pattern, pattern),
                 why=_WHY[pattern],
                 cure=_FORMULAS.get(pattern) or _cure(product),
                 module=product.place.module,
@@ -252,13 +299,14 @@ def _marks(eqn: Equation, ins: Sequence[Made]) -> Iterator[tuple[str, Any]]:
     """Yields what is said of the result of an operation."""
     words = set[str]()
     if table.is_linear(eqn):
-        words |= {"sum", "twice", "shifted", "squares"}
+        words |= {"sum", "moment", "twice", "shifted", "squares"}
+        words |= {"times", "high", "raised"}
     if table.totals(eqn):
-        words.add("sum")
+        words |= {"sum", "moment", "raised"}
     if table.selects(eqn):
         words.add("number")
     if table.holds(eqn):
-        words |= {"shifted", "taken"}
+        words |= {"shifted", "taken", "times", "high", "raised"}
     if table.is_arithmetic(eqn):
         words.add("taken")
         yield from (("entry", n) for x in ins for n in x.of("sum", "entry"))
@@ -276,6 +324,7 @@ def _marks(eqn: Equation, ins: Sequence[Made]) -> Iterator[tuple[str, Any]]:
         yield "totals", None
     if table.is_square(eqn):
         yield "squared", None
+        yield from (("squared sum", n) for n in ins[0].of("sum"))
     if table.is_square(eqn) and ins[0].of("norm"):
         yield "squares", None
     if table.is_product_of_any_kind(eqn) and eqn.invars[0] is eqn.invars[1]:
@@ -317,6 +366,11 @@ def _scaled(eqn: Equation, x: Made, factor: Made) -> Iterator[tuple[str, Any]]:
         return
     is_two = factor.number is not None and abs(factor.number) == 2
     kept = {"sum", "shifted", "squared", "squares", "total", "balanced", "unit"}
+    kept |= {"moment", "squared sum", "high", "raised"}
+    if not x.given:
+        size = abs(factor.number) if factor.number else 1.0
+        scales = x.of("times") or {1.0}
+        yield from (("times", s / size if divides else s * size) for s in scales)
     kept |= set() if is_two else {"twice"}
     yield from (mark for mark in x.marks if mark[0] in kept)
     if is_two:

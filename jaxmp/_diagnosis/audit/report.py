@@ -24,6 +24,7 @@ _ON_DEVICES = "TF32 on A100 and later, bfloat16 on a TPU"
 _WRONG = "wrong in 16 bits"
 # Points that lie far from 0 have wrong distances, and others have good ones.
 _DOUBTFUL = "may lose digits in 16 bits"
+_SUBJECTS = {"number": "a number", "units": "the sum"}
 _MEASURE = ": measure with `sensitivity`"
 _ON_DEVICES_TOO = (
     " and in float32 at default precision, TF32 on A100 and later (rounded by 0.05%), "
@@ -125,8 +126,9 @@ class Hazard:
     Attributes:
         kind: ``"phase"`` of a sine, ``"distance"`` from ``|x|² + |y|² - 2xy``,
             ``"covariance"`` from moments, ``"difference"`` by a convolution or of what
-            was added before, or ``"inverse"`` of a matrix; or ``"number"``, one in the
-            code such as an epsilon of 1e-8 in float16.
+            was added before, or ``"inverse"`` of a matrix; ``"units"`` of a sum with a
+            number in the code that is taken away again, as in Kelvin; or ``"number"``,
+            one in the code such as an epsilon of 1e-8 in float16.
         why: What goes wrong.
         cure: What to type: an argument of :func:`jaxmp.autocast`, a ``with`` statement,
             or another formula.
@@ -365,7 +367,7 @@ def _hazard_lines(hazards: Sequence[Hazard]) -> Iterator[str]:
         heading += _MEASURE * doubtful
         yield from wrapped(heading * bool(rows), "", "  ")
         for row in rows:
-            subject = "a number" if row.kind == "number" else "the matmul"
+            subject = _SUBJECTS.get(row.kind, "the matmul")
             yield from wrapped(f"{subject} {_at(row)}", "  ", "    ")
             yield from wrapped(row.cure, "    ", "        ", is_code=True)
     yield from more(hazards, ROWS, "hazards")

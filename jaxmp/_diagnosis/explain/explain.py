@@ -10,7 +10,7 @@ import collections
 import functools
 import linecache
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ParamSpec
 
 import jax
@@ -23,7 +23,7 @@ from ..._base.checks import check_function, clipped, explains, uncalled
 from ..._base.text import short_line
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.flatten import flatten
-from ..._jaxprs.places import Frame, Place, caller
+from ..._jaxprs.places import Frame, Place, caller, is_called_directly
 from ..._ops.precision import own_precisions
 from ..flow import Flow, Operation
 from .report import NO_SOURCE, ExplainedLine, Explanation
@@ -77,7 +77,7 @@ def explain(fun: Callable[P, Any]) -> Callable[P, Explanation]:
             jaxpr = jax.make_jaxpr(flat.fun)(*flat.leaves)
         around = caller()
         flow = Flow(jaxpr, Place(user=around, steps=steps))
-        return Explanation(tuple(_lines(flow, around)))
+        return Explanation(tuple(_lines(flow, around, steps)))
 
     return uncalled("explain", fun, explained)
 
@@ -85,10 +85,13 @@ def explain(fun: Callable[P, Any]) -> Callable[P, Explanation]:
 # From operations to lines
 
 
-def _lines(flow: Flow, around: Frame | None) -> Iterator[ExplainedLine]:
+def _lines(
+    flow: Flow, around: Frame | None, steps: Sequence[Step]
+) -> Iterator[ExplainedLine]:
     """Yields the lines: files and functions as the program comes to them.
 
-    The line ``around``, the call, is one of them where it alone is the user's.
+    The line ``around``, the call, is one of them where it alone is the user's. The
+    steps are those that were recorded.
     """
     inside = [x for x in flow.operations if x.frame != around] or flow.operations
     by_line: dict[tuple[str, str, int], list[Operation]] = {}
@@ -101,17 +104,44 @@ def _lines(flow: Flow, around: Frame | None) -> Iterator[ExplainedLine]:
         # Other integers are no numbers that a line computes, as are labels.
         if x and x.frame and ("int" not in dtype or dtype == "int8"):
             saved[x.line][dtype] += size
+    ranged = _ranged(steps)
+    stacked = {
+        x.line
+        for x in inside
+        if x.frame and x.step and not ranged.isdisjoint(x.step.eqn.outvars)
+    }
     order = {line[:2]: i for i, line in reversed([*enumerate(by_line)])}
     for line in sorted(by_line, key=lambda x: (order[x[:2]], x[2])):
-        yield _explained(line, by_line[line], saved[line])
+        of_line = by_line[line], saved[line]
+        yield _explained(line, *of_line, is_ranged=line in stacked)
+
+
+def _ranged(steps: Iterable[Step]) -> set[Any]:
+    """Returns what scans stack in float32, because float16 has not the range."""
+    return {
+        var
+        for step in steps
+        for jaxpr, plan in (step.inside.bodies if step.inside else ())
+        for var, end in zip(_jaxpr.open_jaxpr(jaxpr).outvars, plan.ends, strict=True)
+        if end == "ranged" and isinstance(var, _jaxpr.Var)
+    }
 
 
 def _explained(
     line: tuple[str, str, int],
     operations: list[Operation],
     saved: collections.Counter[str],
+    *,
+    is_ranged: bool,
 ) -> ExplainedLine:
-    """Returns what there is to say of a line."""
+    """Returns what there is to say of a line.
+
+    Args:
+        line: Its file, function and number.
+        operations: Those of the forward pass.
+        saved: The bytes that are saved of it, by dtype.
+        is_ranged: Whether a scan stacks some in float32 for the range of float16.
+    """
     results = _results(operations)
     usual = statistics.mode((x.dtype, _rule(x)) for x in results)
     last = next(x for x in results if (x.dtype, _rule(x)) == usual)
@@ -133,6 +163,7 @@ def _explained(
         rounded=last.rounded,
         saved=tuple(sorted(saved.items(), key=lambda x: x[0] != "float32")),
         saved_by=rules.STORED if saved and stored else None,
+        kept_by=rules.RANGE if saved and is_ranged else "",
     )
 
 
@@ -146,7 +177,10 @@ def _results(operations: list[Operation]) -> list[Operation]:
         or any(y.is_forward and y.frame and y.line != x.line for y in x.consumers)
     ]
     last = [*map(_moved, read or operations)]
-    return [x for x in last if x.call == last[-1].call]
+    # A loop of Python's around the line runs it again, and reads what it has computed
+    # there itself. A library may have such a loop inside of the line.
+    every = operations if is_called_directly(last[-1].eqn) else last
+    return [x for x in every if x.call == last[-1].call]
 
 
 def _moved(x: Operation) -> Operation:
@@ -158,7 +192,17 @@ def _moved(x: Operation) -> Operation:
 
 def _rule(x: Operation) -> rules.Rule | None:
     """Returns what decided how something is computed, None outside of autocast."""
+    if x.step and x.step.by == rules.BETWEEN and _moves_stored(x):
+        return rules.STORED
     return x.step.by if x.step else None
+
+
+def _moves_stored(x: Operation) -> bool:
+    """Whether it moves or chooses what is 16 bits because only matmuls read it."""
+    step = x.step
+    if step is None or step.how == "stored":
+        return step is not None
+    return step.kind == "exact" and any(map(_moves_stored, x.ins))
 
 
 # Reasons
@@ -191,8 +235,11 @@ def _reason(x: Operation, *, is_library: bool) -> str:
             if step.kind == "keep" or (is_library and step.kind == "smooth"):
                 return f"computed by {clipped(x.name, 20)}"
             if step.kind == "exact":
-                return "moves float32 values"
+                feeds = _of_consumers(x, step)
+                return ", ".join(filter(None, ("moves float32 values", feeds)))
             if step.kind == "smooth" and needs.is_half(step.need):
+                if any(out.given for out in step.outs):
+                    return "computed from inputs alone"
                 return "its inputs are float32"
     return _of_consumers(x, step)
 
@@ -216,12 +263,10 @@ def _of_consumers(x: Operation, step: Step) -> str:
         chosen = [
             y for y in consumers if y.step and wanted & joined(y.step.input_needs)
         ]
-    elif x.how in ("half", "rounded"):
-        chosen = [
-            y for y in consumers if _multiplies(y) or y.how in ("half", "rounded")
-        ]
-    else:
-        chosen = consumers
+    elif x.how in _HALF:
+        chosen = [y for y in consumers if _multiplies(y) or y.how in _HALF]
+    else:  # which keeps it in float32, as a 16-bit operation does not
+        chosen = [y for y in consumers if not (_multiplies(y) or y.how in _HALF)]
     for consumer in chosen or consumers:
         name = "a matmul" if _multiplies(consumer) else clipped(consumer.name, 20)
         return f"feeds {name}{_where(consumer, x)}"

@@ -39,6 +39,7 @@ class ExplainedLine:
         saved: Pairs of a dtype and the bytes of results of the line that are saved in
             it for the backward pass, for all the times it runs.
         saved_by: 5, the sentence that stores some of them in 16 bits, None if none are.
+        kept_by: The safeguard that keeps some of them in float32, empty if none does.
 
     Examples:
         >>> def model(w, x):
@@ -62,6 +63,7 @@ class ExplainedLine:
     saved: tuple[tuple[str, int], ...] = ()
     saved_by: int | None = None
     rounded: str = ""
+    kept_by: str = ""
 
     def said(self) -> list[str]:
         """Returns the texts of the last column of the table."""
@@ -76,6 +78,8 @@ class ExplainedLine:
             rule = f" ({self.saved_by})" if self.saved_by else ""
             sizes = (f"{unit(size, 1024)}B in {x}" for x, size in self.saved)
             words.append(f"saves {', '.join(sizes)}{rule}")
+        if self.kept_by:
+            words.append(f"safeguard of what is saved: {self.kept_by}")
         return [*filter(None, words)]
 
 
@@ -97,7 +101,9 @@ class Explanation:
         By number and by name; empty where autocast is not used.
         """
         known = rules.SENTENCES | rules.SAFEGUARDS
-        named = {x for line in self.lines for x in (line.rule, line.saved_by)}
+        named = {
+            x for line in self.lines for x in (line.rule, line.saved_by, line.kept_by)
+        }
         return {x: sentence for x, sentence in known.items() if x in named}
 
     def as_dict(self) -> dict[str, Any]:

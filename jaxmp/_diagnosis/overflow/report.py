@@ -21,6 +21,7 @@ from ..._base.text import (
     wrapped,
 )
 
+_HEALTHY = "no operation made an Inf or NaN that reached a result"
 CHECKED = "an `isfinite` check"  # what a fault may reach, beside results
 _OTHERS = "other operations that made Inf or NaN from finite inputs"
 _LEAST = "least headroom, in powers of two (Inf, NaN: exceeded)"
@@ -32,6 +33,10 @@ _UNDEFINED = {"div": "the divisor is 0 in an entry, or nearly 0"} | dict.fromkey
 )
 _key = operator.attrgetter("operation", "dtype", "where", "module", "backward", "code")
 _SEEN = 0.0005  # of a fraction in percent, with one decimal
+# Of a program without a fault only what is no noise: values that may not become eight
+# times as large, and shares that training may feel.
+_NEAR, _FELT = 3, 0.01
+_LARGE = 0.25  # a share that the verdict names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,7 +173,8 @@ class OverflowReport:
     def __str__(self) -> str:
         """Renders a table of at most 80 columns."""
         worst = sorted(self.operations, key=lambda x: -x.lost)
-        losing = [(f"{x.lost:.1%}", x) for x in worst if x.lost >= _SEEN]
+        least = _FELT if _is_healthy(self) else _SEEN
+        losing = [(f"{x.lost:.1%}", x) for x in worst if x.lost >= least]
         lines = paragraphs(
             _fault_lines(self),
             wrapped(self.advice, is_code=True),
@@ -185,7 +191,7 @@ class OverflowReport:
 def _fault_lines(report: OverflowReport) -> Iterator[str]:
     fault = report.first
     if fault is None:
-        yield "no operation made an Inf or NaN that reached a result"
+        yield from wrapped(f"{_HEALTHY}{_loss(report)}", "", "  ")
         return
     yield from wrapped(f"first: {fault}", "", "  ")
     if fault.code and _needs_code(report, fault):
@@ -212,6 +218,24 @@ def _fault_lines(report: OverflowReport) -> Iterator[str]:
             more = f" and {len(names) - _ROWS} more" if len(names) > _ROWS else ""
             text = f"{title} {', '.join(names[:_ROWS])}{more}"
             yield from wrapped(text, "  ", "    ")
+
+
+def _is_healthy(report: OverflowReport) -> bool:
+    return not (report.first or report.others or report.given)
+
+
+def _loss(report: OverflowReport) -> str:
+    """Says where most values are lost, if these are many."""
+    worst = max(report.operations, key=lambda x: x.lost, default=None)
+    if worst is None or worst.lost < _LARGE:
+        return ""
+    line, module = short_line(worst.where), worst.module
+    place = f"{f' at {line}' * bool(line)}{f' in {module}' * bool(module)}"
+    back = " in the backward pass" * worst.backward
+    return (
+        f", but {worst.lost:.1%} of what {worst.operation} gives{place}{back} is zero "
+        "or subnormal, and is not in float32"
+    )
 
 
 def _reached(name: str) -> str:
@@ -244,6 +268,8 @@ def _nearest(report: OverflowReport) -> list[tuple[str, Any]]:
     known: dict[Any, tuple[str, Any]] = {_key(x): (x.kind, x) for x in faults}
     # A mask of `jnp.finfo(dtype).min` has no headroom, and is meant.
     near = [x for x in report.operations if x.max > 0 and x.headroom > 0]
+    if _is_healthy(report):
+        near = [x for x in near if x.headroom < _NEAR]
     for x in sorted(near, key=lambda x: x.headroom):
         known.setdefault(_key(x), (f"{x.headroom:.1f}", x))
     return [*known.values()]
