@@ -70,6 +70,7 @@ def by_slurm(i, job):
 
 def launch(tmp_path, *arguments):
     """Runs two processes of two devices as a launcher does, and returns their ends."""
+    check_name()
     # JAX makes the port of the coordinator from the number of the job.
     first = 2**16 - 2**12
     job = next(n for n in range(os.getpid() % 2**12, 2**12) if is_free(first + n))
@@ -102,7 +103,23 @@ def launch(tmp_path, *arguments):
 
 def is_free(port):
     with socket.socket() as free:
-        return free.connect_ex(("127.0.0.1", port)) != 0
+        try:
+            free.bind(("", port))  # one that is taken need not listen yet
+        except OSError:
+            return False
+        return True
+
+
+def check_name():
+    """Fails where this machine cannot find itself, as in some chroots."""
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        pytest.fail(
+            f"JAX's collectives on CPUs look for this machine by its name, {name!r}, "
+            f"which it does not know. Put the line `127.0.0.1 {name}` into /etc/hosts."
+        )
 
 
 # In place of the example's training, which takes most of its time to import and to
