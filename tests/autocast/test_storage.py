@@ -266,6 +266,22 @@ def test_a_softmax_over_very_many_is_finite():
 
 
 @both_dtypes
+@pytest.mark.parametrize(("length", "divides"), [(2**14, True), (2**26, False)])
+def test_the_weights_of_a_long_softmax_are_not_divided_by_their_sum(
+    length, divides, dtype
+):
+    # Of 2**26 weights each may be 0 in float16, and so is their sum. Their numbers take
+    # too much memory for a test.
+    def loss(x, keys):
+        return jnp.sum(jax.nn.softmax(x @ keys.T) @ keys)
+
+    args = [jax.ShapeDtypeStruct((n, 8), jnp.float32) for n in (8, length)]
+    grad = jax.grad(loss, (0, 1))
+    program = str(jax.make_jaxpr(jaxmp.autocast(grad, dtype))(*args))
+    assert program.count("= div ") == 1 + divides
+
+
+@both_dtypes
 @pytest.mark.parametrize("chosen", [False, True], ids=["plain", "chosen"])
 def test_what_is_stored_is_multiplied_in_float32_also_where_it_is_chosen(chosen, dtype):
     def double(x):
