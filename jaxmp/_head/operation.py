@@ -184,15 +184,11 @@ def _made(types, run, lowered, derived=None, transposed=None):
         transposed: Its rule for cotangents, if it is linear.
     """
 
-    def on_devices(*args, **params):
-        return lowered(args=args, **params)
-
     made = operation(
         LOSS_HEAD,
         run=lambda *args, **params: _compiled(made, tuple(params.items()))(*args),
         types=types,
-        lowered=on_devices,
-        on_cuda=on_devices,
+        lowered=lambda *args, **params: lowered(args=args, **params),
         batched=lambda *args, **params: _batched(made, *args, **params),
         derived=derived or functools.partial(_derived, run, types),
         transposed=transposed,

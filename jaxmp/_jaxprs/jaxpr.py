@@ -784,9 +784,10 @@ def operation(
     run: Callable,  # of arrays, at once
     types: Callable,  # of the results, from those of the operands
     lowered: Callable,  # to operations of JAX, on every device
-    on_cuda: Callable,  # the same on an NVIDIA GPU, which comes first, None if unknown
     batched: Callable,  # a rule of `vmap`
     derived: Callable,  # a rule of `jvp`
+    # To those of an NVIDIA GPU, which comes first, None if unknown.
+    on_cuda: Callable | None = None,
     transposed: Callable | None = None,  # a rule of what is linear
 ) -> Primitive:
     """Returns an operation that JAX shows as one equation, with several results."""
@@ -797,11 +798,13 @@ def operation(
     # In a function of its own, which equal layers share.
     mlir.register_lowering(made, mlir.lower_fun(lowered), inline=False)
 
-    def cuda(ctx, *args, **params):
-        fun = functools.partial(on_cuda, _target(ctx.module_context))
-        return mlir.lower_fun(fun)(ctx, *args, **params)
+    if on_cuda is not None:
 
-    mlir.register_lowering(made, cuda, platform="cuda", inline=False)
+        def cuda(ctx, *args, **params):
+            fun = functools.partial(on_cuda, _target(ctx.module_context))
+            return mlir.lower_fun(fun)(ctx, *args, **params)
+
+        mlir.register_lowering(made, cuda, platform="cuda", inline=False)
     batching.primitive_batchers[made] = batched
     ad.primitive_jvps[made] = derived
     if transposed is not None:

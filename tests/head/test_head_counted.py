@@ -1,0 +1,72 @@
+"""In code compiled for a GPU a loss head has no array of logits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxmp
+from benchmarks.counting import hlo, targets
+
+UNAVAILABLE = targets.unavailable()
+pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=str(UNAVAILABLE))
+
+ROWS, WIDTH, WORDS = 8192, 768, 50304
+GRAD = functools.partial(jax.value_and_grad, argnums=(0, 1))
+
+
+def written(hidden, embedding, labels):
+    logits = hidden @ embedding.T
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def head(hidden, embedding, labels, **options):
+    options |= {"transposed": True}
+    return jaxmp.linear_cross_entropy(hidden, embedding, labels, **options)
+
+
+def counted(fun, rows=ROWS, gpu="h200"):
+    """Returns the temporary bytes of a program, those that it moves, and products."""
+    shapes = (rows, WIDTH), (WORDS, WIDTH), (rows,)
+    dtypes = jnp.float32, jnp.float32, jnp.int32
+    args = map(jax.ShapeDtypeStruct, shapes, dtypes)
+    compiled = targets.compiled(fun, *args, gpu=gpu)
+    work = hlo.work(compiled.as_text())
+    return compiled.memory_analysis().temp_size_in_bytes, work.bytes, work.products
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype"), [("h200", "bfloat16"), ("a100", "bfloat16"), ("t4", "float16")]
+)
+def test_it_needs_a_third_of_the_memory(gpu, dtype):
+    policy = f"mixed_{dtype}"
+    theirs, moved, _ = counted(jaxmp.autocast(GRAD(written), policy), gpu=gpu)
+    for fun in (GRAD(jaxmp.autocast(head, policy)), jaxmp.autocast(GRAD(head), policy)):
+        ours, bytes_moved, products = counted(fun, gpu=gpu)
+        assert ours <= 0.35 * theirs
+        assert bytes_moved <= 1.25 * moved
+        (kind,) = products  # three in each of four tiles, none twice
+        assert kind.startswith("matmul bf16" if dtype == "bfloat16" else "matmul f16")
+        assert products[kind] == 12
+
+
+def test_odd_rows_cost_no_more():
+    (ours, moved, _), (even, usual, _) = (
+        counted(jaxmp.autocast(GRAD(head)), rows) for rows in (ROWS - 1, ROWS)
+    )
+    assert ours <= 1.01 * even
+    assert moved <= 1.01 * usual
+
+
+def test_without_gradients_a_tile_is_all_that_it_has():
+    temporary, _, products = counted(jaxmp.autocast(head))
+    assert temporary <= 2**29 + 2 * WORDS * WIDTH * 2
+    assert [*products.values()] == [4]
+
+
+def test_fewer_rows_take_less():
+    few = functools.partial(head, tile_rows=512)
+    temporary, *_ = counted(jaxmp.autocast(GRAD(few)))
+    assert temporary <= 0.4 * counted(jaxmp.autocast(GRAD(head)))[0]
