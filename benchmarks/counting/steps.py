@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +30,8 @@ AUTOCAST, INT8 = "jaxmp autocast", "autocast int8"
 BACKWARD = "jaxmp autocast, float16 forward, bfloat16 backward"
 # With `nn.remat` around each layer, which is what users do instead of 8 bits.
 CHECKPOINT, BOTH = "checkpoint", "checkpoint and int8"
+# The loss head as one operation, and both.
+HEAD, HEAD_AGAIN = "without logits", "without logits and checkpoint"
 # Of bfloat16 parameters, rounded stochastically: the dtype of the moments.
 STATES = {"bfloat16 state": "bfloat16", "int8 state": "int8"}
 
@@ -90,7 +93,7 @@ def contestant(
     Raises:
         Unavailable: If its library is not installed, or has no such step.
     """
-    made = CONTESTANTS[name](network, jnp.dtype(dtype), accum_steps)
+    made = (CONTESTANTS | HEADS)[name](network, jnp.dtype(dtype), accum_steps)
     tx, loss_scale, step = made
     x, _ = network.batch(1)
 
@@ -130,6 +133,30 @@ def loss_of(apply: Callable[..., Any]) -> Callable[..., Any]:
         logits = logits.astype(jnp.float32)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
         return loss, changed.get("batch_stats", {})
+
+    return loss_fn
+
+
+def without_logits(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the same of a language model, whose head and loss are one operation."""
+    model: Any = apply.__self__  # pyright: ignore[reportFunctionMemberAccess]
+
+    def loss_fn(params, batch_stats, x, y):
+        heads = []
+
+        def head(call, args, kwargs, context):
+            layer, is_tied = context.module, context.method_name == "attend"
+            if not is_tied and getattr(layer, "features", None) != model.vocabulary:
+                return call(*args, **kwargs)
+            (kernel,) = jax.tree.leaves(layer.variables["params"])
+            heads.append(
+                jaxmp.linear_cross_entropy(args[0], kernel, y, transposed=is_tied)
+            )
+            return args[0]
+
+        with nn.intercept_methods(head):
+            apply({"params": params}, x, mutable=["batch_stats"])
+        return heads[0], batch_stats
 
     return loss_fn
 
@@ -226,10 +253,12 @@ def jaxmp_modules(network, dtype, accum_steps):
     return _jaxmp_step(grad_fn, policy, accum_steps)
 
 
-def jaxmp_autocast(network, dtype, accum_steps, policy=None, again=False, **options):
+def jaxmp_autocast(
+    network, dtype, accum_steps, policy=None, again=False, loss=loss_of, **options
+):
     """Autocast around the gradient of the float32 loss."""
     policy = jaxmp.get_policy(policy or f"mixed_{dtype}")
-    loss_fn = loss_of(network.model.clone(again=again).apply)
+    loss_fn = loss(network.model.clone(again=again).apply)
 
     def grad_fn(**how):
         grad = jaxmp.value_and_grad(loss_fn, **how)
@@ -432,6 +461,11 @@ CONTESTANTS |= {
     INT8: partial(jaxmp_autocast, residuals="int8"),
     CHECKPOINT: partial(jaxmp_autocast, again=True),
     BOTH: partial(jaxmp_autocast, residuals="int8", again=True),
+}
+# Of language models alone.
+HEADS = {
+    HEAD: partial(jaxmp_autocast, loss=without_logits),
+    HEAD_AGAIN: partial(jaxmp_autocast, loss=without_logits, again=True),
 }
 CONTESTANTS |= {x: partial(narrow, state_dtype=y) for x, y in STATES.items()}
 
