@@ -52,7 +52,7 @@ def takes_16_bits(eqn: Equation) -> Sequence[bool]:
     return [i not in wide for i in range(len(eqn.invars))]
 
 
-@functools.lru_cache(maxsize=4096)
+@_jaxpr.remembered
 def _types(form: Form, avals: tuple) -> list[Any]:
     """Returns the types of the result and of the sums, which JAX finds by tracing."""
 

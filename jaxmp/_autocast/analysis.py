@@ -5,6 +5,7 @@ so that layers that share one are analysed once.
 """
 
 import collections
+import copy
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
@@ -104,6 +105,9 @@ class Analysis:
         usual = DEFAULT_OPS.allow | DEFAULT_OPS.infer
         own = ops.deny - DEFAULT_OPS.deny
         self._denied = (usual - ops.allow - ops.infer) | own
+        self._start()
+
+    def _start(self) -> None:
         # By jaxpr, so that what JAX shares between calls and layers stays shared.
         self._consumers: Any = weakref.WeakKeyDictionary()
         self._programs: Any = weakref.WeakKeyDictionary()
@@ -173,7 +177,7 @@ class Analysis:
 
     # Plans.
 
-    def mark(self, jaxpr: Any, scopes: Scopes) -> bool:
+    def marked(self, jaxpr: Any, scopes: Scopes) -> "Analysis":
         """Lets the markers go through a whole program, before it is planned.
 
         Args:
@@ -181,17 +185,18 @@ class Analysis:
             scopes: Named scopes around it.
 
         Returns:
-            Whether something was marked, so that older plans are forgotten.
+            This analysis; another one if something is marked, which other programs may
+            share, also those that another thread plans now.
         """
-        marked = False
+        new = self
         for marker in MARKERS.values():
             for owner, var, need in marker(jaxpr, scopes):
-                found = self._marks.setdefault(owner, {})
+                if new is self:
+                    new = copy.copy(self)
+                    new._start()
+                found = new._marks.setdefault(owner, {})
                 found[var] = found.get(var, needs.NOTHING) | need
-                marked = True
-        if marked:
-            self._consumers.clear()
-        return marked
+        return new
 
     def consumers(self, jaxpr: Any, demand: Demand, scopes: Scopes = ()) -> Consumers:
         """Returns who reads the values of a jaxpr.

@@ -43,11 +43,9 @@ def custom_jvp(emitter: "Emitter", step: Step, arrays: Sequence[Any]) -> list[An
         known = [*plan.ins, *(Facts(plan.ins[i].dtype, tangent=True) for i in moving)]
         with noted_as_rule():
             derivative = _derivative(eqn, moving, moved)
-            emitter.planner.mark(derivative, within.scopes)
+            planner = emitter.planner.marked(derivative, within.scopes)
             ends = ("free",) * len(like)
-            planned = emitter.planner.plan(
-                derivative, known, demand, ends, within.scopes
-            )
+            planned = planner.plan(derivative, known, demand, ends, within.scopes)
 
             def emitted(*arrays):
                 outs = emitter.emit(derivative, planned, arrays)

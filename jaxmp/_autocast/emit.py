@@ -117,7 +117,7 @@ class Emitter:
         two = planner.backward_dtype != planner.dtype
         self.forgets_scale = False  # whether a gradient in what it emitted has none
         self.brings_gradient = two or planner.has_float8 or narrowed is not None
-        self._bodies: Any = weakref.WeakKeyDictionary()  # by plan
+        self._bodies: Any = weakref.WeakKeyDictionary()  # by plan, and by context
 
     def wrap(self, fun: Callable, scopes: Scopes | None = None) -> Callable:
         """Returns ``fun``, a function of pytrees, in mixed precision.
@@ -177,7 +177,8 @@ class Emitter:
 
     def body(self, jaxpr: Any, plan: Plan) -> Any:
         """Returns a jaxpr as its plan says."""
-        if plan not in self._bodies:
+        memo, key = self._bodies.setdefault(plan, {}), _jaxpr.trace_context()
+        if key not in memo:
             avals = [
                 aval.update(dtype=x.dtype, weak_type=False)
                 if x.half and x.exact is None
@@ -185,8 +186,8 @@ class Emitter:
                 for aval, x in zip(_jaxpr.in_avals(jaxpr), plan.ins, strict=True)
             ]
             new = _jaxpr.trace(lambda *xs: self.emit(jaxpr, plan, xs), avals)
-            self._bodies[plan] = _jaxpr.written_in(new, jaxpr)
-        return self._bodies[plan]
+            memo[key] = _jaxpr.written_in(new, jaxpr)
+        return memo[key]
 
     def emit(self, jaxpr: Any, plan: Plan, arrays: Sequence[Any]) -> list[Any]:
         """Emits a jaxpr under the ambient trace, and returns its outputs as planned."""
@@ -457,7 +458,7 @@ def cast(array: Any, dtype: Any) -> Any:
         return _jaxpr.bind(_cast_of(aval, np.dtype(dtype)), [array])[0]
 
 
-@functools.lru_cache(maxsize=4096)
+@_jaxpr.remembered
 def _cast_of(aval: Any, dtype: np.dtype) -> Equation:
     options = {"new_dtype": dtype, "weak_type": False, "sharding": None}
     cast = functools.partial(lax.convert_element_type_p.bind, **options)

@@ -6,6 +6,7 @@ arrays, and decides. The sentences are in :mod:`jaxmp._autocast.rules`. What obe
 :mod:`jaxmp._autocast.emit`.
 """
 
+import copy
 import dataclasses
 import math
 import operator
@@ -182,16 +183,20 @@ class Planner:
             returned: What is needed of what it returns.
             scopes: Named scopes around it.
         """
-        self.mark(jaxpr, scopes)
+        planner = self.marked(jaxpr, scopes)
         ins = [GIVEN] * len(_jaxpr.in_avals(jaxpr))
         count = len(_jaxpr.out_avals(jaxpr))
         demand = Demand((returned,) * count)
-        return self.plan(jaxpr, ins, demand, ("wide",) * count, scopes)
+        return planner.plan(jaxpr, ins, demand, ("wide",) * count, scopes)
 
-    def mark(self, jaxpr: Any, scopes: Scopes) -> None:
-        """Lets the markers go through a program, before it is planned."""
-        if self.analysis.mark(jaxpr, scopes):
-            self._plans.clear()
+    def marked(self, jaxpr: Any, scopes: Scopes) -> "Planner":
+        """Returns what plans a program, see :meth:`Analysis.marked`."""
+        analysis = self.analysis.marked(jaxpr, scopes)
+        if analysis is self.analysis:
+            return self
+        new = copy.copy(self)
+        new.analysis, new._plans = analysis, weakref.WeakKeyDictionary()
+        return new
 
     def plan(
         self,

@@ -19,10 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch
 from jax._src.cudnn import fused_attention_stablehlo as _cudnn
 from jax._src.lax import linalg as _linalg
+from jax._src.util import cache as _cache
 from jax.core import ShapedArray
 from jax.core import Tracer as Tracer
 from jax.custom_derivatives import SymbolicZero
@@ -41,6 +43,13 @@ from .._base.gpus import Gpu, weakest
 Equation = Any  # a JaxprEqn, whose annotations know no shapes
 
 FLOAT32 = np.dtype(np.float32)  # compares faster than `jnp.float32`
+
+
+# Remembers what a function returns that traces: for each of its arguments, and for each
+# context in which JAX would trace them otherwise, as in a mesh or where it checks over
+# which devices values vary. `jax.clear_caches` empties it.
+remembered = _cache(max_size=4096)
+trace_context = _config.trace_context
 
 
 def open_jaxpr(jaxpr: Any) -> Jaxpr:

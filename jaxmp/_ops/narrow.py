@@ -23,6 +23,7 @@ from .._jaxprs.jaxpr import (
     bind,
     interpret,
     is_float32,
+    remembered,
     trace,
 )
 from .._jaxprs.scopes import SATURATED
@@ -63,7 +64,7 @@ def product_of(eqn: Equation, *, backward: bool = False) -> Product:
     return Product(eqn.primitive, params, vector_of(eqn), backward)
 
 
-@functools.lru_cache(maxsize=4096)  # Tracing the branches takes long.
+@remembered  # Tracing the branches takes long.
 def _summed_by_platform(product: Product, avals: tuple) -> Any:
     vector = product.vector
 
@@ -225,7 +226,7 @@ def accumulated(
     return _jaxpr.bind(call, operands)[0]
 
 
-@functools.lru_cache(maxsize=4096)  # A function with a rule takes long to trace.
+@_jaxpr.remembered  # A function with a rule takes long to trace.
 def _accumulated(product: Product, avals: tuple, dtype: np.dtype) -> Equation:
     """Returns an equation that calls such a product, of operands of these types."""
 

@@ -110,13 +110,13 @@ class RoundingEmitter(Emitter):
     ) -> list[jax.Array]:
         """Runs a whole program, a jaxpr, in float32 with the roundings of its plan."""
         assert scopes is None, "the rules of derivatives are not planned here"
-        self.planner.mark(jaxpr, ())
+        planner = self.planner.marked(jaxpr, ())
         ends: Any = ("wide",) * len(_jaxpr.out_avals(jaxpr))
         demand = Demand((needs.FULL | needs.DIGITS,) * len(ends))
         ins = (GIVEN,) * len(_jaxpr.in_avals(jaxpr))
 
         def planned(is_kept: IsKept) -> Plan:
-            return _Trial(self.planner, is_kept).plan(jaxpr, ins, demand, ends, ())
+            return _Trial(planner, is_kept).plan(jaxpr, ins, demand, ends, ())
 
         plan = planned(lambda scopes: False)
         trials = {x: dict(_sites(planned(is_in))) for x, is_in in self._parts(jaxpr)}
