@@ -325,7 +325,8 @@ def _subplots(columns: int, size: Any, ax: Any = None, **options: Any) -> Any:
 
     options |= {"sharey": True, "figsize": size, "layout": "constrained"}
     figure, axes = pyplot.subplots(1, columns, **options)
-    figure.get_layout_engine().set(h_pad=0.08)  # inches, from a label to the legend
+    layout: Any = figure.get_layout_engine()
+    layout.set(h_pad=0.08)  # inches, from a label to the legend
     return axes
 
 
