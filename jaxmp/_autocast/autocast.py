@@ -15,6 +15,7 @@ import numpy as np
 
 from .._base.checks import check_function, clipped, explains, short, warn
 from .._base.dtypes import casts_do_nothing
+from .._base.gpus import warn_if_emulated
 from .._base.policy import PolicyLike, dtype_of_gradients, get_policy
 from .._jaxprs import scopes as _scopes
 from .._jaxprs.around import (
@@ -162,6 +163,7 @@ def autocast(
         if casts_do_nothing():
             return fun(*args, **kwargs)
         end_look()
+        warn_if_emulated(dtype, backward_dtype, float8=float8)
         make = MADE_BY.value  # what makes another emitter, None if nothing
         used = make(make_planner(), narrowed) if make else emitter
         cast = used.wrap(traced_by_us(checked))

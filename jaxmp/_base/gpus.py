@@ -4,14 +4,18 @@ Nothing else in jaxmp compares capabilities. What each of them makes of a policy
 read from compiled code: `python -m benchmarks gpus`.
 """
 
+import functools
 import re
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+
+from .checks import short, warn
 
 # The first with tensor cores for bfloat16. XLA runs such products in float32 below it.
 BFLOAT16 = 8, 0
-# The first with tensor cores for float8. XLA runs such products in bfloat16 below it.
+# The first with tensor cores for float8. XLA runs such products in 16 bits below it.
 FLOAT8 = 8, 9
 
 # The largest head that cuDNN's attention takes, from which capability on, and versions
@@ -61,6 +65,59 @@ def default_device() -> Any:
     if device is None or isinstance(device, str):  # the name of a platform
         return jax.local_devices(backend=device)[0]
     return device
+
+
+def default_gpu() -> Gpu | None:
+    """Returns what JAX's default device is, None if no NVIDIA GPU."""
+    return gpu_of(default_device())
+
+
+def mixed(device: Any = None) -> str:
+    """Returns the name of the policy whose 16-bit format a device multiplies.
+
+    None is JAX's default device.
+    """
+    if device is not None and not isinstance(device, jax.Device):
+        raise TypeError(
+            f"`device` must be a `jax.Device`, but is {short(device)}. Pass for "
+            "example `jax.devices()[0]`, or leave it out for JAX's default device."
+        )
+    return _mixed(default_gpu() if device is None else gpu_of(device))
+
+
+def _mixed(gpu: Gpu | None) -> str:
+    has_bfloat16 = gpu is None or gpu.capability >= BFLOAT16
+    return "mixed_bfloat16" if has_bfloat16 else "mixed_float16"
+
+
+def warn_if_emulated(forward: Any, backward: Any, *, float8: bool = False) -> None:
+    """Warns once if the default device lacks a format in which one computes."""
+    if jnp.bfloat16 not in (forward, backward):
+        return  # and the machine is not asked
+    gpu = default_gpu()
+    if gpu is None or gpu.capability >= (FLOAT8 if float8 else BFLOAT16):
+        return
+    of, lacks = "matmuls", "bfloat16"
+    runs = "run in float32 there, and save neither time nor memory"
+    if float8:
+        lacks = "float8"
+        runs = "that asked for it run in 16 bits there, of operands rounded to float8"
+    elif forward != jnp.bfloat16:
+        of = "matmuls of the backward pass"
+    name = _mixed(gpu)
+    cure = f'Use the policy "{name}"'
+    if name == "mixed_float16":
+        cure += " with its loss scale: `tx = jaxmp.loss_scaling(optimizer, policy)` and"
+        cure += " `jaxmp.value_and_grad(loss_fn, loss_scale=opt_state)`"
+    _warn_once(
+        f"{gpu} has no tensor cores for {lacks}: {of} {runs}. {cure}. "
+        '`jaxmp.get_policy("mixed")` chooses by the device.'
+    )
+
+
+@functools.cache
+def _warn_once(said: str) -> None:
+    warn(said)
 
 
 def weakest(devices: Any) -> Gpu | None:

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from .checks import clipped, short
 from .dtypes import DTYPES, as_dot_dtype, as_dtype, parse_dtype, spelled, suggest
+from .gpus import mixed
 from .text import as_html
 from .tree import cast_tree, is_array, is_floating, path_name, wide_dtype
 
@@ -50,6 +51,7 @@ _NORMALIZATION = (
 # The key in a policy's string that stands for that regular expression.
 _NORMALIZATION_KEY = "norm"
 
+_MIXED = "mixed"  # which of the next is a question of the device
 _SHORTHANDS = {
     "mixed_float16": "p=f32,c=f16,o=f32",
     "mixed_bfloat16": "p=f32,c=bf16,o=f32",
@@ -268,10 +270,10 @@ class Policy(jmp.Policy):
         return as_html(repr(self))
 
 
-def get_policy(policy: PolicyLike) -> Policy:
+def get_policy(policy: PolicyLike, *, device: Any = None) -> Policy:
     """Returns the policy that a string or a dtype names.
 
-    Four spellings are understood, here and wherever a function takes a policy:
+    Five spellings are understood, here and wherever a function takes a policy:
 
     - jmp's, ``p=f32,c=f16,o=f32``, or ``params=``, ``compute=``, ``output=``. Params
       default to float32, compute to params, and output to compute. A regular
@@ -283,6 +285,9 @@ def get_policy(policy: PolicyLike) -> Policy:
     - a dtype for everything: ``bfloat16``, ``f16``, ``full``, or jmp's ``half``,
       which is float16, on a TPU bfloat16.
     - the dtype itself, ``jnp.bfloat16`` or ``np.dtype("float32")``.
+    - ``mixed``, the 16-bit format that the device multiplies: ``mixed_float16`` on
+      an NVIDIA GPU below compute capability 8.0 (T4), else ``mixed_bfloat16``. With a
+      loss scale, one program serves both, and each continues the other's checkpoints.
     - a name: Keras's ``mixed_float16`` and ``mixed_bfloat16`` (float32 parameters
       and outputs); ``mixed_float16_bfloat16``, the former with ``b=bf16``;
       ``mixed_fp8``, the latter with ``d=fp8``; and Apex's ``O0`` (float32), ``O1``
@@ -295,6 +300,9 @@ def get_policy(policy: PolicyLike) -> Policy:
     Args:
         policy: The string or dtype, or a policy of jaxmp's (returned as it is) or
             jmp's.
+        device: The one of ``mixed``, also one of a topology. None is JAX's default
+            device, which JAX looks for then: call
+            ``jax.distributed.initialize`` before.
 
     Returns:
         A :class:`Policy`.
@@ -309,6 +317,8 @@ def get_policy(policy: PolicyLike) -> Policy:
         get_policy('p=full,c=bf16,o=bf16')
         >>> jaxmp.get_policy("mixed_float16").compute_dtype
         dtype('float16')
+        >>> jaxmp.get_policy("mixed", device=jax.devices("cpu")[0])
+        get_policy('p=full,c=bf16,o=full')
     """
     if isinstance(policy, Policy):
         return policy
@@ -324,9 +334,10 @@ def get_policy(policy: PolicyLike) -> Policy:
         )
     if isinstance(policy, jmp.Policy):
         return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
-    text = _SHORTHANDS.get(policy.strip(), policy)
+    name = policy.strip()
+    text = _SHORTHANDS.get(mixed(device) if name == _MIXED else name, policy)
     if "=" not in text:
-        names = ("half", *DTYPES, *_SHORTHANDS)
+        names = ("half", *DTYPES, _MIXED, *_SHORTHANDS)
         dtype = parse_dtype(text, f"the policy {short(policy)}", names)
         return Policy(dtype, dtype, dtype)
     return _parse_parts(text)

@@ -29,6 +29,7 @@ from .._base.checks import (
     short,
     warn,
 )
+from .._base.gpus import warn_if_emulated
 from .._base.policy import Policy
 from .._base.tree import (
     AxisName,
@@ -242,6 +243,7 @@ def differentiate(
         warn_if_constant(options.loss_scale)
         policy_dtype = None if options.policy is None else options.policy.compute_dtype
         around = autocast_dtype()
+        warn_if_emulated(policy_dtype, policy_dtype)
         if np.float16 in (policy_dtype, around):
             note_float16(options.scales)
             if unscaled:

@@ -10,6 +10,7 @@ from typing import Any, Never, ParamSpec, TypeVar
 import jax
 
 from .._base.checks import check_function, explains
+from .._base.gpus import warn_if_emulated
 from .._base.policy import Policy, PolicyLike, casting_policy
 from .._base.tree import AxisName
 from .._jaxprs.around import end_look, warn_if_unscaled
@@ -90,6 +91,7 @@ def cast_around(
     @functools.wraps(fun, updated=())
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
         end_look()
+        warn_if_emulated(policy.compute_dtype, policy.compute_dtype)
         cast_args = [policy.cast_to_compute(arg) for arg in args]
         cast_kwargs = {key: policy.cast_to_compute(arg) for key, arg in kwargs.items()}
         try:

@@ -117,8 +117,7 @@ def scanned(body):
 def on_two(w, x):
     mesh = Mesh(np.array(targets.devices("t4", 2)), "data")
     spec = P("data")
-    fun = jaxmp.autocast(attend, "mixed_float16")
-    return jax.shard_map(fun, mesh=mesh, in_specs=(P(), spec), out_specs=spec)(w, x)
+    return jax.shard_map(attend, mesh=mesh, in_specs=(P(), spec), out_specs=spec)(w, x)
 
 
 ONE = shape(4, WIDTH, WIDTH)
@@ -145,8 +144,7 @@ def test_float16_runs_on_a_t4_forward_and_backward(program):
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), (params, x)
     )
     grad = jax.value_and_grad(lambda *args: jnp.mean(apply(*args) ** 2))
-    grad = grad if several else jaxmp.autocast(grad, "mixed_float16")
-    lowered = jax.jit(grad).lower(*args)
+    lowered = jax.jit(jaxmp.autocast(grad, "mixed_float16")).lower(*args)
     text = lowered.compile(compiler_options=targets.OPTIONS).as_text()
     assert kernels(text) == 0
     assert products(text) == {"f16"}

@@ -238,7 +238,7 @@ def test_a_bad_override_is_refused(override):
 
 MEANT = {
     "mixed_float16": "fp16 FP16 float16_mixed f16-mixed mixed_fp16 mixed_f16 mixed-16 "
-    "mixed_half 16-mixed 16 amp AMP apex_amp mixed auto_mixed_precision fp16_full_eval "
+    "mixed_half 16-mixed 16 amp AMP apex_amp auto_mixed_precision fp16_full_eval "
     "16-bit float-16 mix_float16 mixed_float_16",
     "mixed_bfloat16": "bf16-mixed mixed-bf16 mixed_bf16 bfloat16_mixed mixed_bfloat "
     "bf16_full_eval bfp16 brain16 amp_bf16",

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ..._attention.operation import why_not_kernel
-from ..._base.gpus import NEWEST, Gpu, default_device, gpu_of, weakest
+from ..._base.gpus import NEWEST, Gpu, default_gpu, weakest
 from ..._base.sizes import as_number, size_of
 from ..._jaxprs.places import Place
 from ..._jaxprs.scopes import ATTENTION, named_in
@@ -94,7 +94,7 @@ def judge(args: Any) -> Gpu:
         with contextlib.suppress(AttributeError, ValueError):  # a mesh without devices
             if gpu := weakest(x.sharding.device_set):
                 return gpu
-    return gpu_of(default_device()) or NEWEST
+    return default_gpu() or NEWEST
 
 
 def is_of_attention(part: Part | None) -> bool:
