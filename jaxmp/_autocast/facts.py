@@ -33,6 +33,10 @@ class Facts(NamedTuple):
     # others read it in 16 bits, as the backward pass does.
     exact: "Facts | None" = None
     digits: bool = False  # read exactly where it was computed, in a call or a loop
+    # A sum of 16 bits and of an input, which is in range if these are.
+    joined: bool = False
+    # If given: the axes along which it repeats what it was broadcast from.
+    repeated: tuple[int, ...] = ()
 
     @property
     def half(self) -> bool:
@@ -96,4 +100,11 @@ def one_of(several: Sequence[Facts]) -> Facts:
         tangent=any([x.tangent for x in several]),
         stored=() if is_stored else None,
         digits=any([x.digits for x in several]),
+        repeated=repeated_by_all(several),
     )
+
+
+def repeated_by_all(several: Sequence[Facts]) -> tuple[int, ...]:
+    """Returns the axes along which each of several values repeats its entries."""
+    first, *others = [x.repeated for x in several]
+    return tuple([i for i in first if all([i in axes for axes in others])])

@@ -366,9 +366,13 @@ class Planner:
             cotangent = kind == "product" or is_of_cotangent(eqn, ins)
             cotangent |= kind == "exact" and any([x.cotangent for x in ins])
         product = _of_product(eqn, kind, ins)
-        given, scalar = False, None
+        given, scalar, repeated = False, None, ()
+        joined = kind == "exact" and len(ins) == 1 and ins[0].joined
+        if table.joins(eqn) and any([x.half or x.joined for x in ins]):
+            joined = all([x.half or x.joined or x.given for x in ins])
         if kind != "product":
             given = _all_given(ins)
+            repeated = _repeated(eqn, ins) if given else ()
             numbers = [x.scalar for x in ins if x.scalar is not None]
             if numbers and len(numbers) == len(ins):
                 scalar = table.folded(eqn, numbers)
@@ -386,6 +390,8 @@ class Planner:
                     tangent,
                     scalar,
                     stored if is_half and is_float else None,
+                    joined=joined and not is_half,
+                    repeated=repeated,
                 )
                 for is_half, is_float in zip(half, floats, strict=True)
             ]
@@ -549,7 +555,8 @@ class Planner:
             passed[:start] = ["wide"] * start
         for i, x in enumerate(given[stop:], stop):  # a slice of each in an iteration
             axes = x.stored and tuple([n - 1 for n in x.stored if 0 not in x.stored])
-            given[i] = x._replace(scalar=None, stored=axes)
+            repeated = tuple([n - 1 for n in x.repeated if n])
+            given[i] = x._replace(scalar=None, stored=axes, repeated=repeated)
         *tests, body = layout.bodies
         within = self.analysis.consumers(body.jaxpr, demand, scopes)
         carried = self._carried(row, ins, demand)
@@ -745,10 +752,12 @@ def decide(
         usual = rules.CONSTANTS
     if kind == "smooth" and half and table.joins(eqn) and any([x.half for x in ins]):
         if _all_given([x for x in ins if not x.half]):
-            return "half", rules.BETWEEN  # a bias is rounded as weights are
-        if dtype != np.float16:
+            if _adds_bias(eqn, ins):
+                return "half", rules.BETWEEN  # a bias is rounded as weights are
+        elif dtype != np.float16 or all([x.half or x.joined or x.given for x in ins]):
             return "rounded", rules.BETWEEN
-        usual = rules.RANGE
+        else:
+            usual = rules.RANGE
     sums = kind == "smooth" and needs.is_summed_and_handed_on(need)
     if sums and row.back and is_of_cotangent(eqn, ins):
         return "stored", rules.FLOAT32
@@ -796,13 +805,52 @@ def _of_product(eqn: Equation, kind: Class, ins: Sequence[Facts]) -> int:
         return 2
     if kind not in ("exact", "smooth") and not table.is_power(eqn):
         return 0
-    joins = table.joins(eqn)  # with a bias, too
+    has_bias = table.joins(eqn) and _adds_bias(eqn, ins)
     made = [
         2 if x.half and x.stored is None else x.product
         for x, var in zip(ins, eqn.invars, strict=True)
-        if is_float32(var) and x.scalar is None and not (joins and x.given)
+        if is_float32(var) and x.scalar is None and not (has_bias and x.given)
     ]
     return min([*made, 1 if table.is_power(eqn) else 2]) if made else 0
+
+
+def _adds_bias(eqn: Equation, ins: Sequence[Facts]) -> bool:
+    """Whether the inputs of the program that a sum adds are biases, or numbers.
+
+    A bias varies along one axis, and the sum repeats it along one before. What has
+    an entry for each row, such as positions, may cancel behind the sum.
+    """
+    shape = eqn.outvars[0].aval.shape
+    for x, var in zip(ins, eqn.invars, strict=True):
+        if x.half or not x.given or x.scalar is not None:
+            continue
+        own = var.aval.shape or (1,) * len(shape)
+        alike = [own[i] != n or i in x.repeated for i, n in enumerate(shape) if n != 1]
+        if alike.count(False) != 1 or not alike[0]:
+            return False
+    return True
+
+
+def _repeated(eqn: Equation, ins: Sequence[Facts]) -> tuple[int, ...]:
+    """Returns the axes along which what ``eqn`` makes of inputs repeats entries."""
+    shape = eqn.outvars[0].aval.shape
+    if table.broadcasts(eqn):
+        old = eqn.invars[0].aval.shape
+        varies = [
+            axis
+            for i, axis in enumerate(eqn.params["broadcast_dimensions"])
+            if old[i] == shape[axis] and i not in ins[0].repeated
+        ]
+        return tuple([i for i, n in enumerate(shape) if n != 1 and i not in varies])
+    if table.transposes(eqn):
+        old = eqn.params["permutation"]
+        return tuple([i for i, axis in enumerate(old) if axis in ins[0].repeated])
+    arrays = [x for x in zip(ins, eqn.invars, strict=True) if x[0].scalar is None]
+    same = all([x.aval.shape == shape for _, x in arrays])
+    keeps = table.is_elementwise(eqn) or table.keeps_magnitudes(eqn)
+    if not (arrays and same and keeps):
+        return ()
+    return facts.repeated_by_all([x for x, _ in arrays])
 
 
 def _of_float32(row: Row, usual: Rule = rules.FLOAT32) -> Rule:

@@ -39,8 +39,9 @@ SAFEGUARDS = {
     "mean is subtracted from the other mean, are float32.",
     CONSTANTS: "If a scan is not differentiated inside autocast, its iterations read "
     "in float32 the values that are the same for all of them.",
-    RANGE: "In float16 a sum of a 16-bit value and a float32 value that is not an "
-    "input is float32, and so is what a scan stacks.",
+    RANGE: "In float16 a sum of a 16-bit value and a float32 value is float32, if that "
+    "is neither an input nor a sum of inputs and 16-bit values, and so is what a scan "
+    "stacks.",
 }
 
 # Beside the sentences, which give the dtypes of values, and not what a product does

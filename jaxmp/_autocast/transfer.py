@@ -141,6 +141,8 @@ def _of_move(eqn: Equation, out: Need, back: bool) -> Sequence[Need]:
         return [needs.NOTHING] * count
     # What is sorted or rounded to whole numbers has the digits of what it is made of.
     kept = needs.handed_on(out) if is_float32(eqn.outvars[0]) else needs.NOTHING
+    if table.counts(eqn) and not back:
+        kept |= needs.DIGITS
     return [needs.consumer(False, back) | kept] * count
 
 
@@ -150,7 +152,8 @@ def _of_work(eqn: Equation, kind: Class, out: Need, kept: bool, back: bool) -> N
         return needs.consumer(False, back) | needs.EVERYTHING
     found = needs.consumer(kind == "smooth" and needs.is_half(out), back)
     # The slope of a GELU is an exponential of what was rounded anyway.
-    if table.is_steep(eqn) and not (back and table.is_exponential(eqn)):
+    steep = table.is_steep(eqn) and not (back and table.is_exponential(eqn))
+    if steep or (table.counts(eqn) and not back):
         found |= needs.DIGITS
     if kind == "smooth" or table.hands_on(eqn):
         found |= needs.handed_on(out, squashed=table.squashes(eqn))

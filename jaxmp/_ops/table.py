@@ -120,7 +120,8 @@ mul | arithmetic | hands on, scales | a multiplication
 div | arithmetic | hands on, scales | a division
 sqrt | arithmetic | hands on, digits | a root
 tanh logistic erf erfc | arithmetic | hands on, squashes |
-sin cos rem atan2 one_minus_square | arithmetic | hands on |
+sin cos atan2 one_minus_square | arithmetic | hands on |
+rem | arithmetic | hands on, digits | a remainder
 select_and_scatter_add | pooling | |
 
 exp exp2 expm1 | steep | hands on, digits | an exponential
@@ -283,6 +284,7 @@ tests_equal = one_of("eq ne")
 tests = one_of("eq ne lt le gt ge")  # tells how two numbers compare
 is_exponential = one_of("exp exp2 expm1")
 is_logarithm = one_of("log log1p log2")
+_makes_whole = _has("to whole")
 is_phase = one_of("sin cos tan rem")  # of which the fraction of a turn matters
 is_root = one_of("sqrt")
 takes_root = one_of("sqrt rsqrt pow")
@@ -531,6 +533,15 @@ def is_saved(eqn: Equation) -> bool:
 def puts(eqn: Equation) -> bool:
     """Whether an equation puts arrays elsewhere, as into the memory of the host."""
     return eqn.primitive.name == "device_put"
+
+
+def counts(eqn: Equation) -> bool:
+    """Whether ``eqn`` makes whole numbers of float32, such as places in an array.
+
+    What has been rounded before may be next to another one.
+    """
+    is_index = is_cast(eqn) and np.issubdtype(eqn.outvars[0].aval.dtype, np.integer)
+    return _makes_whole(eqn) or (is_index and is_float32(eqn.invars[0]))
 
 
 def retypes(eqn: Equation) -> bool:

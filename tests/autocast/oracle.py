@@ -34,6 +34,7 @@ MOVES = named(
     scatter-max all_gather ppermute all_to_all pmax pmin"""
 )
 MOVES |= PASSES.keys() - {"out of custom"}
+WHOLE = named("floor ceil round")
 SORTS = named("sort top_k approx_top_k argmax argmin floor ceil round sign is_finite")
 ORDERS = named("lt le gt ge")
 PRODUCTS = named("dot_general ragged_dot_general")
@@ -42,7 +43,7 @@ ROUNDED = PRODUCTS | named(
     integer_pow square reduce_sum reduce_window_sum cumsum cumlogsumexp scatter-add psum
     fft cbrt atan asinh nextafter bitcast_convert_type"""
 )
-ROUNDED |= SORTS | ORDERS | ARITHMETIC - {"sqrt"} | {"out of custom"}
+ROUNDED |= SORTS | ORDERS | ARITHMETIC - {"sqrt", "rem"} | {"out of custom"}
 ELEMENTWISE = ARITHMETIC | SORTS
 ELEMENTWISE |= named("convert_element_type reduce_precision integer_pow square")
 OF_GRADIENTS = {"mul", "div", "add", "sub", "add_any"}
@@ -102,6 +103,7 @@ class Sentences:
 
     def __init__(self, values: Sequence[Value], kept: frozenset[Value]):
         self.values = values
+        self.repeats: dict[Value, set[int]] = {}
         regions = {v for v in kept if v.op != "constant of loop"}
         self.regions = regions | {v for v in values if v.kept}
         self.matmuls = {v for v in values if is_product(v)} - self.regions
@@ -162,7 +164,9 @@ class Sentences:
         if found_again or (v.op in ORDERS and self.is_a_number(v.of[-1])):
             return ""
         divides = (v.op == "div" and place == 1) or v.params.get("y", 0) < 0
-        if v not in self.back and (divides or v.op not in ROUNDED):
+        counts = v.op in WHOLE
+        counts |= v.op == "convert_element_type" and v.dtype.kind in "iu"
+        if v not in self.back and (divides or counts or v.op not in ROUNDED):
             return "exactly"
         return "by arithmetic" if self.is_arithmetic(v) else "in float32"
 
@@ -186,6 +190,38 @@ class Sentences:
     def is_no_input(self, v: Value) -> bool:
         made = any(isinstance(x, Value) and x in self.made for x in v.of)
         return made or v.op == "out of custom" or v in self.matmuls
+
+    def is_bias(self, x: Any, v: Value) -> bool:
+        """Says if an argument of a sum is a bias of it, or no input."""
+        if self.is_a_number(x) or x in self.made:
+            return True
+        own, repeated = x.shape or (1,) * len(v.shape), self.repeated(x)
+        alike = [own[i] != n or i in repeated for i, n in enumerate(v.shape) if n != 1]
+        return alike.count(False) == 1 and alike[0]
+
+    def repeated(self, v: Value) -> set[int]:
+        """Returns the axes along which an input repeats entries."""
+        if v not in self.repeats:
+            self.repeats[v] = self.repeated_by(v)
+        return self.repeats[v]
+
+    def repeated_by(self, v: Value) -> set[int]:
+        of = [x for x in v.of if not self.is_a_number(x)]
+        found = [self.repeated(x) for x in of] if v.op not in ("carry", "last") else []
+        axes = {i for i, n in enumerate(v.shape) if n != 1}
+        if not found:
+            return set()
+        if v.op == "broadcast_in_dim":
+            old = enumerate(v.params["broadcast_dimensions"])
+            same = {to for i, to in old if of[0].shape[i] == v.shape[to]}
+            moved = enumerate(v.params["broadcast_dimensions"])
+            return axes - (same - {to for i, to in moved if i in found[0]})
+        if v.op == "transpose":
+            return {i for i, x in enumerate(v.params["permutation"]) if x in found[0]}
+        if v.op == "slice of scan":
+            return {i - 1 for i in found[0] if i}
+        entrywise = all(x.shape == v.shape for x in of)
+        return set.intersection(*found) & axes if entrywise else set()
 
     def is_mask(self, v: Value) -> bool:
         first = v.of[0] if v.op == "convert_element_type" else None
@@ -266,7 +302,8 @@ class Sentences:
         if v not in self.feeding:
             return False
         if v.op == "add":
-            return any(x in self.bits for x in v.of)
+            others = [x for x in v.of if x not in self.bits]
+            return len(others) < len(v.of) and all(self.is_bias(x, v) for x in others)
         known = v in self.matmuls or v.op in ACTIVATIONS
         return known or (self.is_arithmetic(v) and self.is_made_of(v, self.firm))
 
@@ -277,7 +314,8 @@ class Sentences:
     def is_made_of_products(self, v: Value) -> bool:
         """Says if arithmetic and moves made a value of results of matmuls."""
         if v.op == "add":
-            return any(x in self.products for x in v.of)
+            added = all(x in self.products or self.is_bias(x, v) for x in v.of)
+            return added and any(x in self.products for x in v.of)
         passed = self.is_move(v) or self.is_arithmetic(v)
         return v in self.matmuls or (passed and self.is_made_of(v, self.products))
 

@@ -1,8 +1,8 @@
 """What was given keeps its digits where it is added to what a loss is made of.
 
 It may be the last price of a series, which a forecast begins with. In 16 bits the sum
-would lose the digits of the loss. Where the next matmul reads the sum it is 16 bits,
-and `audit` warns if something is taken away from it again.
+would lose the digits of the loss. A bias alone is rounded where the next matmul reads
+the sum, and `audit` warns if it is taken away from that again.
 """
 
 import jax
@@ -14,6 +14,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting.measure import relative_error
+from benchmarks.law import by_hand
 from conftest import assert_gradients_near, at_once, both_dtypes, in_both_dtypes, normal
 from jaxmp import autocast
 
@@ -112,15 +113,28 @@ def of_its_change(w):
     return squared(z, Y) + ((z - X[:, :1]) @ V).std()
 
 
-def test_the_audit_warns_of_a_forecast_that_a_layer_reads_and_the_cure_cures():
+@both_dtypes
+def test_a_forecast_that_a_layer_reads_is_as_near_as_with_its_matmuls_cast(dtype):
     grad = jax.grad(of_its_change)
+    hand, found = at_once(by_hand(grad, dtype), autocast(grad, dtype))(W)
+    exact = grad(W)
+    assert relative_error(found, exact) <= 3 * relative_error(hand, exact)
+    assert not jaxmp.audit(autocast(grad, dtype))(W).hazards
+
+
+def of_its_bias(w):
+    return ((((X - 1000) @ w + MEAN) - MEAN) @ V).std()
+
+
+def test_the_audit_warns_of_a_far_bias_that_is_taken_away_and_the_cure_cures():
+    grad = jax.grad(of_its_bias)
     (hazard,) = jaxmp.audit(autocast(grad))(W).hazards
     assert hazard.kind == "difference"
     assert hazard.cure == 'with jax.named_scope("jaxmp.float32"):'
     cured = autocast(jaxmp.float32_region(grad))
     assert not jaxmp.audit(cured)(W).hazards
     assert relative_error(cured(W), grad(W)) < 1e-5
-    assert relative_error(autocast(grad)(W), grad(W)) > 0.03
+    assert relative_error(autocast(grad)(W), grad(W)) > 0.5
 
 
 def test_targets_of_a_critic_are_no_infinite_numbers_in_float16():
