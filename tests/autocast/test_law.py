@@ -51,7 +51,9 @@ PROGRAMS = {
 @pytest.mark.parametrize(("program", "dtype"), in_both_dtypes(PROGRAMS, "in a row"))
 def test_by_hand_is_what_a_user_casts_by_hand(program, dtype):
     def by_user(x, w):
-        return (x.astype(dtype) @ w.astype(dtype)).astype(jnp.float32)
+        x, w = x.astype(dtype), w.astype(dtype)
+        out = jnp.matmul(x, w, preferred_element_type=jnp.float32)
+        return out.astype(dtype).astype(jnp.float32)
 
     def loss(x, ws, mm=jnp.matmul):
         return (program(x, ws, mm) ** 2).sum()
