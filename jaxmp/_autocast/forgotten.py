@@ -12,7 +12,7 @@ from .._jaxprs.jaxpr import Equation
 from .._jaxprs.scopes import is_backward, is_decided
 from .._jaxprs.walk import At, Forward
 from .._ops import table
-from .._ops.products import flops
+from .._ops.products import is_matrix_product
 from .plan import Plan
 
 # What a value may be. Of several that meet, the larger.
@@ -50,7 +50,7 @@ def has_unscaled_gradients(plan: Plan, jaxpr: Any) -> bool:
         nonlocal found
         back, is_scalar = is_backward(eqn, at.scopes), not eqn.outvars[0].aval.shape
         made = max(ins, default=_OTHER)
-        is_product = back and flops(eqn, back=True)
+        is_product = back and is_matrix_product(eqn, back=True)
         if is_product and made == _UNSCALED:
             found |= not (GRADIENT in at.scopes or is_decided(at.scopes))
         begins = back and made in (_NUMBER, _LARGE)
