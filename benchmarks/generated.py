@@ -134,11 +134,19 @@ def inputs(program: Program, draws: int = FEW) -> tuple[dict[str, Any], Batch]:
     batches = [batch_of(rng) for _ in range(draws)]
     asked: dict[str, Asked] = {}
     jax.eval_shape(loss_of(program, lambda x: x, asked), {}, batches[0])
-    weights = {
+    return weights_of(rng, asked, draws), jax.tree.map(
+        lambda *xs: np.stack(xs), *batches
+    )
+
+
+def weights_of(
+    rng: np.random.Generator, asked: dict[str, Asked], draws: int
+) -> dict[str, Any]:
+    """Returns so many draws of the weights that a program has asked for."""
+    return {
         name: (mean + scale * rng.normal(size=(draws, *shape))).astype(np.float32)
         for name, (shape, scale, mean) in asked.items()
     }
-    return weights, jax.tree.map(lambda *xs: np.stack(xs), *batches)
 
 
 class Finding(NamedTuple):

@@ -33,7 +33,7 @@ from jaxmp._jaxprs.replay import Replay
 from jaxmp._ops.products import has_default_precision, multiplies_matrices
 
 from .counting.measure import AS_WRITTEN
-from .generated import ALL_LAYERS, FEW, LOSS_SCALES, MANY, WRAPPERS
+from .generated import ALL_LAYERS, FEW, LOSS_SCALES, MANY, WRAPPERS, weights_of
 from .networks.generated_layers import Asked, Batch, Scope, batch_of
 from .networks.generated_sums import FACTORS, NETS, OFFSETS, READS, RESULTS
 
@@ -146,11 +146,9 @@ def inputs(program: Program, draws: int = FEW) -> tuple[dict[str, Any], Batch]:
     batches = [batch_of(rng) for _ in range(draws)]
     asked: dict[str, Asked] = {}
     jax.eval_shape(step_of(program, asked), {}, batches[0])
-    weights = {
-        name: (mean + scale * rng.normal(size=(draws, *shape))).astype(np.float32)
-        for name, (shape, scale, mean) in asked.items()
-    }
-    return weights, jax.tree.map(lambda *xs: np.stack(xs), *batches)
+    return weights_of(rng, asked, draws), jax.tree.map(
+        lambda *xs: np.stack(xs), *batches
+    )
 
 
 # By hand.
