@@ -139,10 +139,12 @@ def errors(
         exact = loss_of(network.model.apply)
         native = loss_of(network.with_dtype(jnp.dtype(dtype)).apply)
         grad = jax.value_and_grad(exact, has_aux=True)
+        # Without a loss scale, on purpose, as the other forms.
+        ours = jaxmp.value_and_grad(exact, has_aux=True, loss_scale=1.0)
         forms = {
             "dtype=": jax.value_and_grad(native, has_aux=True),
-            "autocast": jaxmp.autocast(grad, dtype),
-            "rounded": jaxmp.autocast(grad, dtype, ops=rounded),
+            "autocast": jaxmp.autocast(ours, dtype),
+            "rounded": jaxmp.autocast(ours, dtype, ops=rounded),
             "inside": jax.value_and_grad(jaxmp.autocast(exact, dtype), has_aux=True),
         }
         yield {"network": name} | errors_of(network, grad, forms, seeds)
@@ -152,7 +154,8 @@ def errors_of_passes(networks: tuple[str, ...], seeds: int) -> Iterator[dict[str
     """Yields the same for autocast with one dtype, and with one for each pass."""
     for name in networks:
         network = SMALL[name]
-        grad = jax.value_and_grad(loss_of(network.model.apply), has_aux=True)
+        loss_fn = loss_of(network.model.apply)
+        grad = jaxmp.value_and_grad(loss_fn, has_aux=True, loss_scale=1.0)
         forms = {dtypes: jaxmp.autocast(grad, f"mixed_{dtypes}") for dtypes in PASSES}
         yield {"network": name} | errors_of(network, grad, forms, seeds)
 

@@ -48,7 +48,8 @@ def has_unscaled_gradients(plan: Plan, jaxpr: Any) -> bool:
 
     def reached(eqn: Equation, ins: list[int], at: At) -> Sequence[int]:
         nonlocal found
-        back, is_scalar = is_backward(eqn, at.scopes), not eqn.outvars[0].aval.shape
+        back = is_backward(eqn, at.scopes)
+        is_scalar = not any([x.aval.shape for x in eqn.outvars])  # a print has none
         made = max(ins, default=_OTHER)
         is_product = back and is_matrix_product(eqn, back=True)
         if is_product and made == _UNSCALED:

@@ -372,7 +372,7 @@ class Planner:
             joined = all([x.half or x.joined or x.given for x in ins])
         if kind != "product":
             given = _all_given(ins)
-            repeated = _repeated(eqn, ins) if given else ()
+            repeated = _repeated(eqn, ins) if given and floats else ()
             numbers = [x.scalar for x in ins if x.scalar is not None]
             if numbers and len(numbers) == len(ins):
                 scalar = table.folded(eqn, numbers)

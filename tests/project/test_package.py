@@ -38,7 +38,7 @@ PACKAGES = (
     "_diagnosis",
 )
 # The lines of all files, docstrings and comments too. More of them need a reason.
-MOST_LINES = 26_663
+MOST_LINES = 26_664
 FRONT_ENDS = {"linen", "nnx", "plots"}
 
 
