@@ -1,6 +1,6 @@
 """Writes down how autocast runs each operation of many programs, to compare later.
 
-The file is read in a diff: a change of a sentence, or of the code that follows them,
+The file is read in a diff: a change of a rule, or of the code that follows them,
 shows which operations of which programs run otherwise. The programs are the networks of
 ``price`` in small, those of ``tests/programs``, and generated ones, each as a loss and
 its gradients.
@@ -45,7 +45,7 @@ LAYERS = 2
 
 HEAD = f"""\
 How autocast runs each operation of the loss and the gradients of many programs: the
-operation, the dtype of its result, the sentence or the safeguard that says so (see
+operation, the dtype of its result, the rule or the guard that says so (see
 docs/rules.md), and how many there are of them. `16` is computed in 16 bits, `16
 rounded` in float32 and rounded once, `16 stored` in float32 and stored in 16 bits, `32`
 in float32. Where bfloat16 and float16 differ there is a number for each. A layer that

@@ -35,7 +35,7 @@ its result in a training step under autocast: `32 → 16` takes float32 and retu
 bits. The argument is the result of a matmul. In the first column the result feeds
 another matmul, in the second a loss. `32, rounded` is float32 that holds 16-bit
 numbers: cuDNN has no convolution that takes 16 bits and returns float32.
-[`jaxmp.explain`](explain.md) gives the [sentence](rules.md) for each line of your code.
+[`jaxmp.explain`](explain.md) gives the [rule](rules.md) for each line of your code.
 
 Parameters stay float32, and a layer rounds its own copy of them. The tables hold for
 bfloat16 and for float16, unless a cell names float16.
@@ -208,7 +208,7 @@ def _cases() -> dict[str, dict[str, Case]]:
                 is_loss=True,
             ),
         },
-        "Moves and choices": {
+        "Data movement and choices": {
             "`jnp.reshape`, `x.T`, `x[:4]`": Case(lambda x: x.T),
             "`jnp.concatenate`, `jnp.stack`": Case(lambda x: jnp.concatenate([x, x])),
             "`jnp.where`": Case(lambda x: jnp.where(x > 0, x, 0.0)),

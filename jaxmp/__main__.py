@@ -34,8 +34,8 @@ _AT_LEAST = (
     "convolutions is in 16 bits"
 )
 _FAIL_ON_HAZARDS = (
-    "exit with status 1 if the report has hazards: matmuls that are wrong in 16 bits, "
-    "or may lose digits, and numbers that become 0 or Inf"
+    "exit with status 1 if the report has numerical risks: matmuls that are wrong in "
+    "16 bits, or may lose digits, and numbers that become 0 or Inf"
 )
 _COMPILED = (
     "compile the function for the default device, and report what the code of that GPU "
@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The words of the command line; None for those of this process.
 
     Returns:
-        0, or 1 if less than ``--at-least`` is in 16 bits, or there are hazards and
-        ``--fail-on-hazards``. A command that cannot be understood ends with 2, as
+        0, or 1 if less than ``--at-least`` is in 16 bits, or there are numerical risks
+        and ``--fail-on-hazards``. A command that cannot be understood ends with 2, as
         ``argparse`` has it.
     """
     parser = argparse.ArgumentParser("python -m jaxmp")
@@ -113,7 +113,7 @@ def _problems(given: argparse.Namespace, report: Any) -> Iterator[str]:
             )
     if given.fail_on_hazards and report.hazards:
         kinds = ", ".join(dict.fromkeys(row.kind for row in report.hazards))
-        yield f"The audit found hazards ({kinds}), and none were allowed."
+        yield f"The audit found numerical risks ({kinds}), and none were allowed."
 
 
 class _WrongError(Exception):

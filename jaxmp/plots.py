@@ -190,11 +190,11 @@ def loss_scale(
 def overflow(report: OverflowReport) -> Axes:
     """Draws how close a program came to overflow and underflow, module by module.
 
-    The left plot has the headroom of each module, forward and backward: the powers of
-    two from the largest value of its operations to the largest number of the format.
+    The left plot has the bits of each module below overflow, forward and backward: the
+    powers of two from its largest value to the largest number of the format.
     "Inf or NaN" stands in place of a bar where an operation was not finite. The right
     plot has the largest share of an operation's values that became zero or subnormal.
-    The modules with the least headroom are at the top; of more than ten, ten are drawn.
+    The modules with the fewest bits are at the top; of more than ten, ten are drawn.
     That of the first fault, if it computes in 16 bits, is in bold, and first of all.
 
     Args:
@@ -211,7 +211,7 @@ def overflow(report: OverflowReport) -> Axes:
         >>> x = jnp.array([2.0, 200.0], jnp.float16)
         >>> report = jaxmp.find_overflow(lambda x: x * x)(x / 2)
         >>> jaxmp.plots.overflow(report).get_xlabel()
-        'least headroom (powers of two)'
+        'fewest bits below overflow'
     """
     _check_report(report, OverflowReport, "overflow", "find_overflow(fun)(*args)")
     rows = [x for x in report.operations if is_narrow(jnp.dtype(x.dtype))]
@@ -238,7 +238,7 @@ def overflow(report: OverflowReport) -> Axes:
         bad = ["Inf or NaN" if x == -math.inf else "" for x in found]
         left.bar_label(bars, bad, color="red", fontsize="small", padding=2)
         right.barh(place, [lost[x][i] for x in modules], **style)
-    left.set(xlabel="least headroom (powers of two)", xlim=(0, None))
+    left.set(xlabel="fewest bits below overflow", xlim=(0, None))
     right.set(xlabel="% lost to zero", xlim=(0, None))
     return _with_legend(left)
 

@@ -66,7 +66,7 @@ def why_not(
     if dtype not in (jnp.float16, jnp.bfloat16):
         return (
             f"query, key and value are {dtype}, and the kernel takes 16 bits; use "
-            "`autocast`, or a cast model"
+            "`autocast`, or a half-precision model"
         )
     place = form.place(BIAS)
     if place is not None and place in moving:

@@ -37,9 +37,9 @@ def dot_product_attention(
     """Attends by scaled dot products, with cuDNN's fused kernel where there is one.
 
     It takes what :func:`jax.nn.dot_product_attention` takes. In float32 it is that
-    function: the same numbers, and every derivative. In 16 bits, in a cast model or
-    under :func:`autocast`, it is one operation: it takes 16-bit queries, keys and
-    values, computes scores, softmax and sums in float32, and returns 16 bits. The
+    function: the same numbers, and every derivative. In 16 bits, in a half-precision
+    model or under :func:`autocast`, it is one operation: it takes 16-bit queries, keys
+    and values, computes scores, softmax and sums in float32, and returns 16 bits. The
     backward pass keeps queries, keys, values, the result, and one float32 number for
     each query, and no weights.
 

@@ -161,8 +161,8 @@ class Analysis:
 
     def keeps(self, eqn: Equation, scopes: Scopes) -> rules.Rule | None:
         """Returns by what ``scopes`` or the user keep ``eqn``, None if they do not."""
-        if safeguard := named_in(scopes, SAFEGUARD):
-            return safeguard
+        if guard := named_in(scopes, SAFEGUARD):
+            return guard
         if self.is_kept(scopes) or eqn.primitive.name in self._denied:
             return rules.AS_WRITTEN
         is_product = table.is_product_of_any_kind(eqn)

@@ -65,7 +65,7 @@ def autocast(
     A matmul or a convolution rounds its arguments to 16 bits and accumulates in
     float32. It returns 16 bits if its result feeds another one through elementwise
     operations, and float32 if not. Reductions, exponentials, norms, losses and unknown
-    operations are float32. ``docs/rules.md`` has the five sentences. Under
+    operations are float32. ``docs/rules.md`` has the five rules. Under
     ``"mixed_fp8"`` large matmuls round their operands further, to scaled float8.
 
     Args:

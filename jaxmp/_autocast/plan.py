@@ -2,7 +2,7 @@
 
 The analysis has gone from the end of the program to its beginning, and knows what the
 consumers of each value need. The plan goes forward, with facts of values and without
-arrays, and decides. The sentences are in :mod:`jaxmp._autocast.rules`. What obeys is
+arrays, and decides. The rules are in :mod:`jaxmp._autocast.rules`. What obeys is
 :mod:`jaxmp._autocast.emit`.
 """
 
@@ -81,7 +81,7 @@ class Step(NamedTuple):
     need: Need
     input_needs: Sequence[Need]
     how: How
-    by: Rule  # the sentence or the safeguard by which it is computed so
+    by: Rule  # the rule or the guard by which it is computed so
     dtype: np.dtype  # the 16 bits, where it has them
     outs: tuple[Facts, ...] = ()  # of what it returns
     why: str = ""  # by what the user keeps it, or why it is none in float8, in words
@@ -95,7 +95,7 @@ class Step(NamedTuple):
 
     @property
     def rule(self) -> Rule:
-        """The sentence or the safeguard that says how it comes out, maybe stored."""
+        """The rule or the guard that says how it comes out, maybe stored."""
         return rules.STORED if self.how == "stored" else self.by
 
     @property

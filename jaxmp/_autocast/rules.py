@@ -1,27 +1,27 @@
-"""The five sentences that bound what may be 16 bits, and the safeguards beside them.
+"""The five rules that bound what may be 16 bits, and the guards beside them.
 
-What the sentences do not allow is float32, and safeguards keep more in float32, never
+What the rules do not allow is float32, and guards keep more in float32, never
 less. ``docs/rules.md`` has them word for word, ``tests/autocast/sentences.md`` defines
 their words, and ``tests/autocast/test_oracle.py`` holds every value to them.
 """
 
 AS_WRITTEN, BETWEEN, FLOAT32, LOOPS, STORED = 1, 2, 3, 4, 5
-GATES, COMPARING, MOMENTS = "gates", "comparing loop", "variance by moments"
+GATES, COMPARING, MOMENTS = "gates", "data-dependent loop", "variance by moments"
 CONSTANTS, RANGE = "loop constants", "float16 range"
 
-Rule = int | str  # the number of a sentence, or the name of a safeguard
+Rule = int | str  # the number of a rule, or the name of a guard
 
 SENTENCES = {
     AS_WRITTEN: "Values that are not float32 in your code, or that you keep in float32 "
     "by a region, a path, a denied operation or a `precision`, stay as you wrote them.",
     BETWEEN: "A matmul takes 16 bits and accumulates in float32; its result may be 16 "
     "bits if it feeds another matmul, and so may the results of arithmetic, "
-    "activations and moves on 16-bit values.",
+    "activations and data movement on 16-bit values.",
     FLOAT32: "Everything else is float32: exponentials, logarithms, powers, "
-    "reductions, norms, losses, and each value that is returned, is a divisor or is "
-    "read exactly, back to the last matmul or reduction.",
-    LOOPS: "A value that a loop carries to its next iteration without a matmul is "
-    "float32, and so are the factors that multiply it, back to the last matmul, "
+    "reductions, norms, losses, and each value that is returned, is a divisor or "
+    "needs full precision, back to the last matmul or reduction.",
+    LOOPS: "A loop carry that reaches the next iteration without passing through a "
+    "matmul is float32, and so are its multipliers, back to the nearest matmul, "
     "reduction or activation.",
     STORED: "A float32 result may be stored in 16 bits if only matmuls and the "
     "backward pass read it, and so may what a scan stacks for the backward pass alone, "
@@ -32,9 +32,9 @@ SAFEGUARDS = {
     GATES: "If more than four factors multiply one another (gates in a row, "
     "`cumprod`), those known to be at most 1, or parts of one value, are float32, and "
     "so are their products.",
-    COMPARING: "A loop that ends, or takes a step, by comparing results of matmuls is "
-    "one float32 operation, and so is the computation of the numbers that it is given "
-    "to compare with.",
+    COMPARING: "A loop whose stopping test or step choice compares results of matmuls "
+    "runs entirely in float32, and so does the code that computes the values that it "
+    "is given to compare with.",
     MOMENTS: "Matmuls that average a number and its square, where the square of one "
     "mean is subtracted from the other mean, are float32.",
     CONSTANTS: "If a scan is not differentiated inside autocast, its iterations read "
@@ -44,7 +44,7 @@ SAFEGUARDS = {
     "stacks.",
 }
 
-# Beside the sentences, which give the dtypes of values, and not what a product does
+# Beside the rules, which give the dtypes of values, and not what a product does
 # inside.
 FLOAT8 = (
     "Under `mixed_fp8` a product of two large matrices rounds its bfloat16 operands "

@@ -21,7 +21,7 @@ def warn_if_most_is_kept(plan: Plan) -> None:
         f"Of the FLOPs that autocast decides about, {kept / (half + kept):.0%} stay in "
         "float32, because a loop decides by comparing what they compute: it ends at a "
         "tolerance, or takes a step or leaves it. `jaxmp.audit` names the lines "
-        f"(safeguard: {rules.COMPARING}). For 16 bits put `autocast` around what the "
+        f"(guard: {rules.COMPARING}). For 16 bits put `autocast` around what the "
         "loop calls, so that it compares numbers of one kind, as in `optax.lbfgs` with "
         "`value_fn=loss` and `loss = jaxmp.autocast(loss_fn, policy)`; or leave the "
         "solver out of `autocast`, or in `jaxmp.float32_region`, where float32 is what "

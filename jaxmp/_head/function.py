@@ -41,8 +41,9 @@ def linear_cross_entropy(
     logits, within rounding. A tile of rows at a time has logits. For ``"mean"`` and
     ``"sum"`` the gradients of a tile are computed with its loss, where the function is
     differentiated; for ``"none"`` the backward pass computes its logits again. In
-    16 bits, under :func:`autocast` or in a cast model, the products take 16 bits.
-    Logits, softmax and sums are float32, and so is the gradient of a float32 kernel.
+    16 bits, under :func:`autocast` or in a half-precision model, the products take
+    16 bits. Logits, softmax and sums are float32, and so is the gradient of a float32
+    kernel.
 
     Args:
         hidden: ``[..., D]``, what the last layer returns.

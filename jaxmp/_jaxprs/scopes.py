@@ -14,7 +14,7 @@ PRECISION = "jaxmp.precision."
 AUTOCAST = "jaxmp.autocast"
 # Around what stays float32 by `float32_paths`, also where residuals are stored.
 FLOAT32_PATHS = "jaxmp.float32_paths"
-# Before the name of a safeguard: around what that keeps as it was written.
+# Before the name of a guard: around what that keeps as it was written.
 SAFEGUARD = "jaxmp.safeguard."
 # Before the number of a step of a plan: around what has come of it, where steps are
 # recorded, see `jaxmp._autocast.emit.recording`.
@@ -63,9 +63,9 @@ def inside(eqn: _jaxpr.Equation, scopes: Scopes) -> Scopes:
     return around
 
 
-def in_region(eqn: _jaxpr.Equation, safeguard: str) -> _jaxpr.Equation:
-    """Returns ``eqn`` in a float32 region, by a safeguard of that name."""
-    return _jaxpr.in_scope(_jaxpr.in_scope(eqn, f"{SAFEGUARD}{safeguard}"), FLOAT32)
+def in_region(eqn: _jaxpr.Equation, guard: str) -> _jaxpr.Equation:
+    """Returns ``eqn`` in a float32 region, by a guard of that name."""
+    return _jaxpr.in_scope(_jaxpr.in_scope(eqn, f"{SAFEGUARD}{guard}"), FLOAT32)
 
 
 def named_in(scopes: Scopes, prefix: str) -> str | None:

@@ -279,7 +279,7 @@ def test_a_warning_says_that_most_is_float32_and_the_audit_names_the_lines():
     with pytest.warns(UserWarning, match="stay in float32") as caught:
         report = jaxmp.audit(jaxmp.autocast(armijo, "bfloat16"))(PARAMS)
     assert "`jaxmp.audit` names the lines" in str(caught[0].message)
-    assert {x.reason for x in report.kept} == {"safeguard: comparing loop"}
+    assert {x.reason for x in report.kept} == {"guard: data-dependent loop"}
     assert all("test_compared.py" in str(x) for x in report.kept)
 
 

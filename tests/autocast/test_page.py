@@ -1,4 +1,4 @@
-"""The pages on autocast say what it does: its sentences, and the dtype of each name."""
+"""The pages on autocast say what it does: its rules, and the dtype of each name."""
 
 import re
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_there_are_five_sentences_and_five_safeguards_and_each_is_one_sentence()
 
 
 def test_each_sentence_has_an_example():
-    section = PAGE[PAGE.index("## Five sentences") : PAGE.index("## Five safeguards")]
+    section = PAGE[PAGE.index("## Five rules") : PAGE.index("## Five guards")]
     for sentence in re.split(r"\n\d+\. ", section)[1:]:
         assert "- `y = " in sentence
 

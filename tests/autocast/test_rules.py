@@ -95,7 +95,7 @@ PROGRAMS = [
     (
         "x @ w",
         "lax.while_loop(lambda c: (c > y).all(), lambda c: c @ w, x)",
-        "32 comparing loop",
+        "32 data-dependent loop",
     ),
     ("x @ w", "y @ w - (x @ w) ** 2", "16 2"),
 ]

@@ -139,7 +139,7 @@ def test_the_audit_says_why():
         return variance(with_window, convolved(x, k))
 
     report = jaxmp.audit(jaxmp.autocast(fun, "bfloat16"))(K, X)
-    assert "safeguard: variance by moments" in str(report)
+    assert "guard: variance by moments" in str(report)
     found = product_dtypes(jaxmp.autocast(fun, "bfloat16"), K, X)
     assert found == [{"bfloat16"}, {"float32"}, {"float32"}]
 

@@ -124,7 +124,7 @@ REFUSALS = {
     ),
     "hazard": (
         "train.py:waves --args train.py:WEIGHT --at-least 95 --fail-on-hazards",
-        "The audit found hazards (phase), and none were allowed.",
+        "The audit found numerical risks (phase), and none were allowed.",
     ),
 }
 

@@ -383,7 +383,7 @@ def test_what_takes_float32_says_so_and_a_safeguard_has_its_name():
     report = explained(jaxmp.autocast(decays), W, X)
     gates = at(report, "s = jax.nn.sigmoid")
     assert (gates.dtype, gates.rule) == ("float32", "gates")
-    assert gates.reason == "safeguard: gates"
+    assert gates.reason == "guard: gates"
     assert report.sentences["gates"] == rules.SAFEGUARDS["gates"]
     given = at(report, "# of arguments")
     assert (given.dtype, given.rule) == ("float32", 3)

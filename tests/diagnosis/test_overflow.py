@@ -446,7 +446,7 @@ def test_the_report_is_a_table_and_a_dict():
     report = find(step, *args)
     text = str(report)
     assert max(map(len, text.splitlines())) <= 80
-    for words in ("first: ", "backward", "least headroom"):
+    for words in ("first: ", "backward", "fewest bits"):
         assert words in text
     fields = json.loads(json.dumps(report.as_dict(), allow_nan=False))
     assert fields["first"]["backward"] is True
@@ -1055,7 +1055,7 @@ def test_what_gave_inf_stands_first_among_the_headrooms(masked):
 
     report = jaxmp.find_overflow(fun)(jnp.array([3.0, 200.0, 300.0], jnp.float16))
     assert (report.first is None) == masked
-    rows = sections(report)["least headroom, in powers of two (Inf, NaN: exceeded)"]
+    rows = sections(report)["fewest bits below overflow (Inf, NaN: exceeded)"]
     numbers = [re.match(r" +([\w.]+) +mul float16\b", row) for row in rows]
     assert [x[1] for x in numbers if x] == ["Inf", "0.1"]  # each once
 

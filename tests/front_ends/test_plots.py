@@ -247,7 +247,7 @@ def test_overflow_draws_ten_modules_forward_and_backward_with_the_fault():
     left = jaxmp.plots.overflow(report)
     right = left.figure.axes[1]
     assert legend(left) == ["forward", "backward"]
-    assert left.get_xlabel() == "least headroom (powers of two)"
+    assert left.get_xlabel() == "fewest bits below overflow"
     assert right.get_xlabel() == "% lost to zero"
 
     narrow = [x for x in report.operations if x.dtype == "float16"]

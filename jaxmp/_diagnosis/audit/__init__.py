@@ -1,4 +1,4 @@
-"""Which matmuls run in which dtype, what made them float32, and the hazards.
+"""Which matmuls run in which dtype, what made them float32, and the risks.
 
 :mod:`~jaxmp._diagnosis.audit.audit` has the public functions.
 """

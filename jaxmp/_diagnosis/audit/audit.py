@@ -59,21 +59,22 @@ def audit(  # pyright: ignore[reportInconsistentOverload]
       ``lax.platform_dependent``, the branch for an NVIDIA GPU counts. A product of two
       vectors, or over an axis of size 1, is not a matmul. Kernels (of Pallas or cuDNN,
       or a ``jax.ffi`` call) and exported functions have a note, and are not counted.
-    * **Leaks**: the causes of a float32 matmul are the float32 arguments and array
-      constants that reach it through float32 values. If there are none, the causes are
+    * **Float32 fallbacks**: the causes of a float32 matmul are the float32 arguments
+      and array constants that reach it through float32 values. Else the causes are
       casts from 16 bits, then arrays made in float32, and last of all numbers. A number
       that itself meets a 16-bit array comes first. Float32 values that never reach a
-      matmul (softmax, normalisation, loss) are not leaks. A matmul of the backward pass
+      matmul (softmax, normalisation, loss) are none. A matmul of the backward pass
       has the causes of the forward matmuls of its line and module. Every float32 matmul
       has a cause, in ``report.leaks`` or ``report.kept``. A float64 matmul has the
       float64 values that reach it, inside :func:`jaxmp.autocast` too.
     * **Residuals**: what a forward pass in ``fun`` stores for its backward pass.
-    * **Autocast**: matmuls inside :func:`jaxmp.autocast` that stayed float32 are not
-      leaks; ``report.kept`` says why they stayed, and :func:`jaxmp.explain` why other
+    * **Autocast**: matmuls inside :func:`jaxmp.autocast` that stayed float32 are
+      none: ``report.kept`` says why they stayed, and :func:`jaxmp.explain` why other
       operations did. Under a policy with float8, ``report.kept_16bit`` says why matmuls
       stayed in 16 bits.
-    * **Hazards**: ``report.hazards`` has the products whose use, as a phase for one, 16
-      bits make wrong, or float32 at default precision; and numbers that are 0 or Inf.
+    * **Numerical risks**: ``report.hazards`` has the products whose use, as a phase
+      for one, 16 bits make wrong, or float32 at default precision; and numbers that
+      are 0 or Inf.
     * **Not fused**: what ``report.attention`` and ``report.loss_heads`` have, and why.
     * **Compiled code**: ``audit(jax.jit(fun).lower(*args))`` reads what a GPU runs, and
       what it lacks; a :class:`CompiledReport`. A ``Compiled`` hides what XLA left out.
@@ -148,8 +149,8 @@ def assert_16bit(fun: Callable, /, *args: Any, **kwargs: Any) -> None:
     """Raises the report as an error unless all matmuls of ``fun`` run in 16 bits.
 
     Put this line into a test to keep float32 from coming back. A matmul that
-    :func:`jaxmp.autocast` left in float32 fails as well, because it is as slow as a
-    leak. If you want that (``float32_paths``, ``float32_region``), write ``report =
+    :func:`jaxmp.autocast` left in float32 fails as well, because it is as slow.
+    If you want that (``float32_paths``, ``float32_region``), write ``report =
     jaxmp.audit(fun)(*args)`` and ``assert not report.leaks, report``.
 
     Args:

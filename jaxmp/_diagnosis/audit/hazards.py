@@ -113,7 +113,7 @@ def of_products(
     numbers: Iterable[LostNumber] = (),
     gpu: Gpu = NEWEST,
 ) -> tuple[tuple[Hazard, ...], tuple[UnfusedAttention, ...], tuple[WrittenHead, ...]]:
-    """Returns the hazards in a jaxpr, its attentions and loss heads, in their order.
+    """Returns the risks in a jaxpr, its attentions and loss heads, in their order.
 
     Args:
         jaxpr: Of the program.
@@ -230,7 +230,7 @@ class _Search:
         return frozenset(x for x in marks if x[0] not in ("high", "raised"))
 
     def _look(self, eqn: Equation, ins: list[Made]) -> None:
-        """Notes what ``eqn`` makes of products, if that is a hazard."""
+        """Notes what ``eqn`` makes of products, if that is a risk."""
         made = eqn.outvars[0].aval
         is_turn = table.is_exponential(eqn) and made.dtype.kind == "c"
         if table.is_phase(eqn) or is_turn:

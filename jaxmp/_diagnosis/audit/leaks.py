@@ -338,7 +338,7 @@ def _why_kept(eqn: Equation, place: Place, step: Step | None) -> str:
         step: What was planned for it, None where JAX has written it behind autocast.
     """
     if step is not None and isinstance(step.by, str):
-        return f"safeguard: {step.by}"
+        return f"guard: {step.by}"
     if step is not None and step.kind == "keep" and step.why:
         return step.why
     if not has_default_precision(eqn):

@@ -142,10 +142,10 @@ class Hazard:
         >>> def features(x, w):
         ...     return jnp.sin(2 * jnp.pi * x @ w)
         >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-        >>> (hazard,) = jaxmp.audit(features)(x, x).hazards
-        >>> hazard.kind, hazard.cure
+        >>> (risk,) = jaxmp.audit(features)(x, x).hazards
+        >>> risk.kind, risk.cure
         ('phase', 'with jax.default_matmul_precision("highest"):')
-        >>> hazard.at_default_precision
+        >>> risk.at_default_precision
         True
     """
 
@@ -235,7 +235,7 @@ class DtypeReport(FlopsReport):
         notes: What could not be counted exactly.
         hazards: Matmuls whose use makes 16 bits wrong, where the pattern is clear, and
             numbers that become 0 or Inf in 16 bits. A matmul that is in float32 on
-            purpose is not a hazard.
+            purpose is not a risk.
         default_precision_flops: FLOPs of the float32 matmuls at JAX's default
             precision, which is TF32 on an A100 and later, and bfloat16 on a TPU.
         attention: What keeps an attention from cuDNN's kernel, and those that are
@@ -266,7 +266,7 @@ class DtypeReport(FlopsReport):
 
 
 _UNCAST = "nothing is in 16 bits: use `jaxmp.autocast`, or cast with `with_policy`"
-# What to do about a leak, by its kind.
+# What to do about a float32 fallback, by its kind.
 _CURES = {
     "argument": "Cast the argument: `jaxmp.with_policy`, for a Linen model "
     "`jaxmp.linen.with_policy`, or `jaxmp.autocast`.",
@@ -325,7 +325,7 @@ def _is_real(dtype: str) -> bool:
 
 
 def wide_name(report: DtypeReport) -> str:
-    """Names what leaks make of matmuls: float32, unless some are wider or complex."""
+    """Names what matmuls are: float32, unless some are wider or complex."""
     wide = {name for name in report.flops if is_wide(jnp.dtype(name))}
     return "float32" if wide <= {"float32"} else "not 16-bit"
 
@@ -355,7 +355,7 @@ def _complex_lines(report: DtypeReport) -> Iterator[str]:
 
 
 def _hazard_lines(hazards: Sequence[Hazard]) -> Iterator[str]:
-    """Yields two lines or more for each hazard: what it is, and what to type."""
+    """Yields two lines or more for each risk: what it is, and what to type."""
     for doubtful, on_devices in itertools.product((False, True), repeat=2):
         wanted = doubtful, on_devices
         rows = [

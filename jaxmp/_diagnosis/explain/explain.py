@@ -1,4 +1,4 @@
-"""What each line of a program computes, in which dtype, and by which sentence.
+"""What each line of a program computes, in which dtype, and by which rule.
 
 The function is traced, never run. Autocast functions in it record their plans, and the
 program that comes of it (:mod:`~jaxmp._diagnosis.flow`) tells who reads what.
@@ -33,14 +33,14 @@ P = ParamSpec("P")
 
 @explains("jaxmp.explain(fun)(*args)")
 def explain(fun: Callable[P, Any]) -> Callable[P, Explanation]:
-    """Shows the dtype of each line of your code, and the sentence that decided.
+    """Shows the dtype of each line of your code, and the rule that decided.
 
     Nothing runs: ``fun`` is traced with the shapes and dtypes of its arguments. Pass a
     model, a loss, a gradient function or a whole training step, with or without
     autocast.
 
     Each line of the forward pass appears once. It has the dtype of its result, the
-    number of the sentence by which autocast decided, or the name of a safeguard, and
+    number of the rule by which autocast decided, or the name of a guard, and
     the operation that the result feeds, with its line in parentheses. What a library
     computes belongs to the line that calls it. If ``fun`` computes gradients, the
     report also has the dtype in which results of the line are stored for the backward
@@ -223,8 +223,8 @@ def _reason(x: Operation, *, is_library: bool) -> str:
     if step is None:
         return ""
     match step.by:
-        case str(safeguard):
-            return f"safeguard: {safeguard}"
+        case str(guard):
+            return f"guard: {guard}"
         case rules.AS_WRITTEN:
             return step.why or "as it was written"
         case rules.LOOPS if step.read.summed:

@@ -13,7 +13,7 @@ from ..._base.checks import clipped
 from ..._base.text import WIDTH, aligned, as_html, as_lists, cell_of, unit, wrapped
 
 NO_SOURCE = "(no source)"
-_HINT = "`report.sentences` explains the numbers and the safeguards."
+_HINT = "`report.sentences` has the text of the rules and the guards."
 _LONGEST = 32  # characters of a line of code, in text
 
 
@@ -33,13 +33,13 @@ class ExplainedLine:
         matmuls: Dtypes to which the matmuls of the line round their inputs.
         rounded: Dtype to which the numbers were rounded that the line returns in
             ``dtype``, as a convolution does; empty if they were not.
-        rule: Number of the sentence that decided, or the name of a safeguard; None
+        rule: Number of the rule that decided, or the name of a guard; None
             outside of autocast.
         reason: What the result feeds, or what else decided its dtype.
         saved: Pairs of a dtype and the bytes of results of the line that are saved in
             it for the backward pass, for all the times it runs.
-        saved_by: 5, the sentence that stores some of them in 16 bits, None if none are.
-        kept_by: The safeguard that keeps some of them in float32, empty if none does.
+        saved_by: 5, the rule that stores some of them in 16 bits, None if none are.
+        kept_by: The guard that keeps some of them in float32, empty if none does.
 
     Examples:
         >>> def model(w, x):
@@ -79,7 +79,7 @@ class ExplainedLine:
             sizes = (f"{unit(size, 1024)}B in {x}" for x, size in self.saved)
             words.append(f"saves {', '.join(sizes)}{rule}")
         if self.kept_by:
-            words.append(f"safeguard of what is saved: {self.kept_by}")
+            words.append(f"guard of what is saved: {self.kept_by}")
         return [*filter(None, words)]
 
 
@@ -96,7 +96,7 @@ class Explanation:
 
     @property
     def sentences(self) -> dict[rules.Rule, str]:
-        """The text of the sentences and the safeguards that the lines name.
+        """The text of the rules and the guards that the lines name.
 
         By number and by name; empty where autocast is not used.
         """
@@ -104,7 +104,7 @@ class Explanation:
         named = {
             x for line in self.lines for x in (line.rule, line.saved_by, line.kept_by)
         }
-        return {x: sentence for x, sentence in known.items() if x in named}
+        return {x: rule for x, rule in known.items() if x in named}
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the report as dicts, lists, strings and numbers, for JSON.
@@ -144,7 +144,7 @@ def _text(report: Explanation) -> Iterator[str]:
     ):
         yield clipped(", ".join(filter(None, (names[file], function))), WIDTH)
         for row in group:
-            # Safeguards are among the words.
+            # Guards are among the words.
             rule = f"{row.rule}" if isinstance(row.rule, int) else ""
             cells = f"{row.number}", clipped(row.source, code), row.dtype, rule
             first = f"{next(aligned([cells], widths, first='  '))}  "

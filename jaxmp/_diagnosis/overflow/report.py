@@ -24,7 +24,7 @@ from ..._base.text import (
 _HEALTHY = "no operation made an Inf or NaN that reached a result"
 CHECKED = "an `isfinite` check"  # what a fault may reach, beside results
 _OTHERS = "other operations that made Inf or NaN from finite inputs"
-_LEAST = "least headroom, in powers of two (Inf, NaN: exceeded)"
+_LEAST = "fewest bits below overflow (Inf, NaN: exceeded)"
 _LOST = "underflow: share of values that are zero or subnormal, but not in float32"
 _ROWS = 6  # of each table
 # Why an operation of finite numbers is Inf or NaN in every precision.
@@ -110,7 +110,7 @@ class OperationRange(Line):
         size: The number of its values.
         max: Their largest finite magnitude.
         min: Their smallest magnitude that is not zero, 0 if there is none.
-        headroom: Powers of two from ``max`` to the largest number of ``dtype``; Inf if
+        headroom: Bits from ``max`` to the largest number of ``dtype``; Inf if
             all is zero.
         lost: The fraction that float32 would hold, and that this operation makes zero
             or subnormal.
@@ -266,7 +266,7 @@ def _nearest(report: OverflowReport) -> list[tuple[str, Any]]:
     """Returns the operations that gave Inf or NaN, and then those that came near."""
     faults = [x for x in (report.first, *report.others) if x and x.kind != "zeros"]
     known: dict[Any, tuple[str, Any]] = {_key(x): (x.kind, x) for x in faults}
-    # A mask of `jnp.finfo(dtype).min` has no headroom, and is meant.
+    # A mask of `jnp.finfo(dtype).min` is 0 bits below overflow, and is meant.
     near = [x for x in report.operations if x.max > 0 and x.headroom > 0]
     if _is_healthy(report):
         near = [x for x in near if x.headroom < _NEAR]
