@@ -21,7 +21,7 @@ from ._base.names import missing
 from ._base.policy import PolicyLike, casting_policy
 from ._base.tree import cast_tree, is_floating_array, path_name
 from ._devices.gather import gather as _gather
-from ._gradients.activations import activation_gradients as _activation_gradients
+from ._diagnosis.activations import activation_gradients as _activation_gradients
 from ._gradients.grad import cast_around as _cast_around
 
 __all__ = [

@@ -19,7 +19,9 @@ from ._attention.for_flax import attend_as_flax
 from ._attention.function import Implementation, as_arrays
 from ._autocast.autocast import autocast as _autocast
 from ._base.checks import as_positions, as_tuple, explains, short
+from ._base.modules import module_scopes
 from ._base.names import missing
+from ._base.objects import refuse_integers
 from ._base.policy import Policy, PolicyLike, casting_policy, get_policy
 from ._base.tree import AxisName, choose, is_floating_array, path_name
 from ._devices.gather import gather as _gather
@@ -30,8 +32,6 @@ from ._gradients.differentiate import (
     differentiate,
     loss_and_aux,
 )
-from ._jaxprs.modules import module_scopes
-from ._jaxprs.objects import refuse_integers
 from ._jaxprs.state import handed_back
 from ._training.loss_scale_state import UNSCALED, skipped_in
 
@@ -233,7 +233,7 @@ def value_and_grad(  # noqa: D417
         gather=gather,
     )
     batched = as_tuple(options.batch_argnums)
-    fixed = options.accum_steps > 1 or options.mesh is not None
+    fixed = options.accum_steps > 1 or mesh is not None
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
@@ -457,9 +457,11 @@ class _Arguments:
                 self.to_cast.update(jax.tree.leaves(x))
             elif isinstance(x, nnx.BatchStat):  # float32, also where differentiated
                 self.to_cast.difference_update(jax.tree.leaves(x))
-        if not options.gather:  # of what is in shards its own gather casts them
+        devices = options.devices
+        if devices is not None and not devices.gather:
+            # What is in shards is cast by the gather that the user has written.
             given, _ = self.without_state(self.leaves)
-            sharded = options.sharded(options.params(given))
+            sharded = devices.sharded(options.params(given))
             params = jax.tree.leaves(options.params(args))
             pairs = zip(params, sharded, strict=True)
             self.to_cast.difference_update(number for number, own in pairs if own)

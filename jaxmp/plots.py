@@ -18,10 +18,10 @@ from jax.typing import DTypeLike
 
 from ._base.checks import as_scale, check_positive, describe
 from ._base.dtypes import as_dtype, is_narrow
+from ._diagnosis.exponents import RecordRangesState, exponent_histogram
 from ._diagnosis.overflow.report import OverflowReport
 from ._diagnosis.ranges import range_report, suggest_loss_scale
 from ._diagnosis.sensitivity.report import SensitivityReport
-from ._training.exponents import RecordRangesState, exponent_histogram
 from ._training.loss_scale_state import LossScaleState, get_loss_scale_state, scale_in
 
 try:

@@ -10,8 +10,8 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .._base.checks import short
-from .._base.tree import is_array
-from .._devices.varying import vary, varying_axes
+from .._base.tree import is_array, varying_axes
+from .._devices.varying import vary
 from .._jaxprs.scopes import ATTENTION
 from .._ops.products import default_precision
 from .form import OPTIONAL, Form

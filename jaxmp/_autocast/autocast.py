@@ -13,20 +13,20 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from .._base.checks import check_function, clipped, explains, short, warn
-from .._base.dtypes import casts_do_nothing
-from .._base.gpus import warn_if_emulated
-from .._base.policy import PolicyLike, dtype_of_gradients, get_policy
-from .._jaxprs import scopes as _scopes
-from .._jaxprs.around import (
+from .._base.around import (
     end_look,
     in_gradient,
     inside,
-    traced_by_us,
     warn_if_unscaled,
     warn_unscaled,
 )
-from .._jaxprs.objects import refuse_lost_updates
+from .._base.checks import check_function, clipped, explains, short, warn
+from .._base.dtypes import casts_do_nothing
+from .._base.gpus import warn_if_emulated
+from .._base.objects import refuse_lost_updates
+from .._base.policy import PolicyLike, dtype_of_gradients, get_policy
+from .._jaxprs import scopes as _scopes
+from .._jaxprs.flatten import traced_by_us
 from .._jaxprs.state import haiku_state_kept, linen_state_kept
 from .._ops.lists import DEFAULT_OPS, OpLists
 from .._ops.precision import PRECISIONS, Precision

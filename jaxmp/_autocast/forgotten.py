@@ -6,8 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from .._base.around import GRADIENT
 from .._jaxprs import jaxpr as _jaxpr
-from .._jaxprs.around import GRADIENT
 from .._jaxprs.jaxpr import Equation
 from .._jaxprs.scopes import is_backward, is_decided
 from .._jaxprs.walk import At, Forward

@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from .._base.sizes import as_number
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import FLOAT32, Equation, is_float32, is_inexact
 from .._jaxprs.scopes import (
@@ -26,6 +25,7 @@ from .._jaxprs.scopes import (
     inside,
     is_under,
 )
+from .._jaxprs.sizes import as_number
 from .._jaxprs.walk import At
 from .._ops import products, table
 from .._ops.fp8 import why_16bit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import html
 import inspect
 import numbers
 import operator
@@ -338,3 +339,8 @@ def uncalled(name: str, fun: Callable, reports: F) -> F:
         f"jaxmp.{name}({of}), to be called with the arguments of {of},"
     )
     return reports
+
+
+def as_html(report: Any) -> str:
+    """Returns the text of a report as Jupyter shows it at the end of a cell."""
+    return f"<pre>{html.escape(str(report))}</pre>"

@@ -13,10 +13,9 @@ import jmp
 import numpy as np
 from jax.typing import DTypeLike
 
-from .checks import clipped, short
+from .checks import as_html, clipped, short
 from .dtypes import DTYPES, as_dot_dtype, as_dtype, parse_dtype, spelled, suggest
 from .gpus import mixed
-from .text import as_html
 from .tree import cast_tree, is_array, is_floating, path_name, wide_dtype
 
 T = TypeVar("T")

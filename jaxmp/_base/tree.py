@@ -6,7 +6,7 @@ import collections
 import itertools
 import re
 import sys
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
@@ -268,6 +268,18 @@ def found_in(tree: Any, kinds: type | tuple[type, ...]) -> list[Any]:
     return [x for x in leaves if isinstance(x, kinds)]
 
 
+def called_in(tree: Any, names: Collection[str]) -> list[Any]:
+    """Returns the outermost objects in a pytree whose class has one of some names.
+
+    So states are found without importing the optimizers that they are of.
+    """
+
+    def is_called(x: Any) -> bool:
+        return type(x).__name__ in names
+
+    return list(filter(is_called, jax.tree.leaves(tree, is_leaf=is_called)))
+
+
 def taken_out(
     tree: Any, is_wanted: Callable[[Any], bool] = is_number
 ) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
@@ -317,3 +329,21 @@ def with_rest(arrays: Any, params: Any) -> Any:
         params,
         is_leaf=lambda x: x is None,
     )
+
+
+def varying_axes(x: Any) -> frozenset[Any]:
+    """Returns the mesh axes over which ``shard_map(check_vma=True)`` sees x differ."""
+    aval = jax.typeof(x)
+    if hasattr(aval, "vma"):  # JAX 0.9
+        return aval.vma
+    return aval.manual_axis_type.varying
+
+
+def is_scalar_key(x: Any) -> bool:
+    """Returns whether ``x`` is one PRNG key, made with ``jax.random.key``."""
+    return is_array(x) and x.ndim == 0 and is_key(x)
+
+
+def is_key(x: Any) -> bool:
+    """Returns whether an array holds PRNG keys."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -14,11 +14,18 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._base.blocks import Int8Blocks, is_blocks
 from .._base.checks import as_axes, clipped, short
-from .._base.tree import is_array, is_inexact, path_name, taken_out
-from .batch import GradFun, check_leading_axis
-from .varying import is_scalar_key, tracked_axes, varying_axes
+from .._base.tree import (
+    is_array,
+    is_inexact,
+    is_scalar_key,
+    path_name,
+    taken_out,
+    varying_axes,
+)
+from .._gradients.micro_batches import GradFun, check_leading_axis
+from .._optimizers.blocks import Int8Blocks, is_blocks
+from .varying import tracked_axes
 
 _CONSTRAINT = (
     "Under `mesh=` of `jaxmp.value_and_grad` each device sees its part of the batch, "

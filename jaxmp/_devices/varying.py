@@ -8,7 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._base.tree import is_array, is_inexact, wide_dtype
+from .._base.tree import (
+    is_inexact,
+    is_key,
+    is_scalar_key,
+    varying_axes,
+    wide_dtype,
+)
 
 
 def vary(tree: Any, axis_names: tuple[Any, ...]) -> Any:
@@ -53,24 +59,6 @@ def tracked_axes(axis_names: Iterable[Any]) -> frozenset[Any]:
         for name in axis_names
         if name in manual and name in varying_axes(jax.lax.axis_index(name))
     )
-
-
-def varying_axes(x: Any) -> frozenset[Any]:
-    """Returns the mesh axes over which ``shard_map(check_vma=True)`` sees x differ."""
-    aval = jax.typeof(x)
-    if hasattr(aval, "vma"):  # JAX 0.9
-        return aval.vma
-    return aval.manual_axis_type.varying
-
-
-def is_scalar_key(x: Any) -> bool:
-    """Returns whether ``x`` is one PRNG key, made with ``jax.random.key``."""
-    return is_array(x) and x.ndim == 0 and is_key(x)
-
-
-def is_key(x: Any) -> bool:
-    """Returns whether an array holds PRNG keys."""
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def own_keys(

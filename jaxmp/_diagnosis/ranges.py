@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._base.checks import known_number, short
+from .._base.checks import as_html, known_number, short
 from .._base.dtypes import as_dtype
-from .._base.text import WIDTH, aligned, as_html
 from .._base.tree import numbered
-from .._training.exponents import RecordRangesState, floating_leaves
+from .exponents import RecordRangesState, floating_leaves
+from .text import WIDTH, aligned
 
 _HEAD = (
     "% of the|zero|under-|sub-|normal|over-|non-|min|max|size",

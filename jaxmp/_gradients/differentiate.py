@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
@@ -13,17 +11,24 @@ import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
-from jax.sharding import PartitionSpec
 
+from .._base import later
+from .._base.around import (
+    GRADIENT,
+    autocast_dtype,
+    inside,
+    is_staged,
+    note_float16,
+    warn_if_constant,
+    warn_unscaled,
+)
 from .._base.checks import (
     as_axes,
     as_count,
     as_positions,
     as_scale,
     as_tuple,
-    check_axes_are_bound,
     check_function,
-    check_mesh,
     clipped,
     describe,
     short,
@@ -37,33 +42,9 @@ from .._base.tree import (
     is_array,
     is_inexact,
     path_name,
+    varying_axes,
     widen,
     with_rest,
-)
-from .._devices.batch import GradFun, check_batch_is_whole, over_micro_batches
-from .._devices.gather import all_gather, dims_of, sum_scatter
-from .._devices.mesh import (
-    axes_of_shardings,
-    over_mesh,
-    parameter_specs,
-    sharded_axes,
-)
-from .._devices.varying import (
-    agreed,
-    is_key,
-    own_keys,
-    tracked_axes,
-    vary,
-    varying_axes,
-)
-from .._jaxprs.around import (
-    GRADIENT,
-    autocast_dtype,
-    inside,
-    is_staged,
-    note_float16,
-    warn_if_constant,
-    warn_unscaled,
 )
 from .._training.loss_scale_state import (
     UNSCALED,
@@ -72,102 +53,81 @@ from .._training.loss_scale_state import (
     scale_in,
     scales_in,
 )
+from .micro_batches import GradFun, check_batch_is_whole, over_micro_batches
 
 _16_BIT = (jnp.float16, jnp.bfloat16)
 # How micro-batches and devices are put together.
 Reduction: TypeAlias = Literal["mean", "sum"]
 
 
-@dataclasses.dataclass(eq=False)
 class Options:
-    """The options of ``value_and_grad``, as they are given; then checked, in one form.
+    """The options of ``value_and_grad``, checked and each in one form.
 
-    Beside them are ``is_scaled``, whether a loss scale was given, be it 1, and
-    ``scale``, the same as a float32 scalar; ``scales``, of the states that it is from;
-    ``axes``, over which to reduce; and
-    ``own_axes``, over which parameters are sharded, None where JAX is to know.
+    Attributes:
+        policy: The policy that casts the parameters, or None.
+        loss_scale: The number or array that multiplies the loss; 1 divides nothing.
+        is_scaled: Whether a loss scale was given, be it 1.
+        scale: The same as a float32 scalar.
+        scales: Those of the states that it is from.
+        argnums: What is differentiated: one position, or a tuple.
+        allow_int: Whether integers may be.
+        accum_steps: The number of micro-batches.
+        batch_argnums: The positions of the batch, or None.
+        reduction: How micro-batches and devices are put together.
+        axis_name: The mesh axes over which to do that, as they were given.
+        devices: All that is done over several devices; None on one.
     """
 
-    policy: Policy | None
-    _: dataclasses.KW_ONLY
-    loss_scale: Any  # then the number or array; a Python number 1 divides nothing
-    argnums: Any
-    allow_int: bool
-    accum_steps: int
-    batch_argnums: Any
-    reduction: Reduction
-    axis_name: AxisName | None
-    mesh: jax.sharding.Mesh | None
-    shardings: Any  # of the parameters; then over the mesh alone
-    gather: bool  # whether the function sees them whole
-
-    def __post_init__(self) -> None:
-        """Checks the options, and brings each into one form."""
-        mesh, shardings = self.mesh, self.shardings
-        check_mesh(mesh)
-        self.argnums = as_positions("argnums", self.argnums)
-        if self.batch_argnums is not None:
-            self.batch_argnums = as_positions("batch_argnums", self.batch_argnums)
-        self.accum_steps = as_count("accum_steps", self.accum_steps)
-        if self.reduction not in ("mean", "sum"):
+    def __init__(
+        self,
+        policy: Policy | None,
+        *,
+        loss_scale: Any,
+        argnums: Any,
+        allow_int: bool,
+        accum_steps: int,
+        batch_argnums: Any,
+        reduction: Reduction,
+        axis_name: AxisName | None,
+        mesh: jax.sharding.Mesh | None,
+        shardings: Any,
+        gather: bool,
+    ) -> None:
+        self.policy, self.allow_int, self.axis_name = policy, allow_int, axis_name
+        self.argnums = as_positions("argnums", argnums)
+        if batch_argnums is not None:
+            batch_argnums = as_positions("batch_argnums", batch_argnums)
+        self.batch_argnums = batch_argnums
+        self.accum_steps = as_count("accum_steps", accum_steps)
+        if reduction not in ("mean", "sum"):
             raise ValueError(
-                f'`reduction` must be "mean" or "sum", but is {short(self.reduction)}.'
+                f'`reduction` must be "mean" or "sum", but is {short(reduction)}.'
             )
+        self.reduction = reduction
         needs = {"accum_steps": self.accum_steps > 1, "mesh": mesh is not None}
         for name, is_given in needs.items():
-            if is_given and self.batch_argnums is None:
+            if is_given and batch_argnums is None:
                 raise ValueError(
                     f"`{name}` needs `batch_argnums`, the positions of the arguments "
                     "to split. Pass `batch_argnums=(1, 2)` for `fun(params, x, y)`."
                 )
-        self.axes = as_axes(self.axis_name)
-        if mesh is not None:
-            if self.axis_name is None:
-                self.axes = tuple(mesh.axis_names)
-            if unknown := set(self.axes) - set(mesh.axis_names):
-                raise ValueError(
-                    f"`axis_name` must name axes of the mesh, {mesh.axis_names}, but "
-                    f"{short(unknown.pop())} is not one. Pass one of them, or several "
-                    "as a tuple."
-                )
-        if shardings is not None and not self.axes:
-            raise ValueError(
-                "`shardings` needs `mesh`, or `axis_name` inside `shard_map` or "
-                "`pmap`. Under plain `jax.jit` the arrays have their shardings: leave "
-                "it out."
-            )
-        if not isinstance(self.gather, bool):
-            raise TypeError(
-                f"`gather` must be True or False, but is {short(self.gather)}."
-            )
-        if not self.gather and (mesh is None or shardings is None):
-            raise ValueError(
-                "`gather=False` needs `mesh` and `shardings`: the function then sees "
-                "the shards of its device, and gathers them with `jaxmp.gather`. Pass "
-                "`mesh=mesh, shardings=shardings`. Inside `shard_map` it sees them "
-                "anyway: leave `gather` out."
-            )
-        if self.reduce_dtype is not None and not self.axes:
+        self.devices = None
+        if gather is not True or any(
+            x is not None for x in (axis_name, mesh, shardings)
+        ):
+            of_devices = later.devices().Devices
+            self.devices = of_devices(policy, axis_name, mesh, shardings, gather)
+        is_summed = self.devices is not None and self.devices.axes
+        if policy is not None and policy.reduce_dtype is not None and not is_summed:
             warn(
-                f"The `reduce_dtype` of {self.policy} is not used: `value_and_grad` "
+                f"The `reduce_dtype` of {policy} is not used: `value_and_grad` "
                 "sums over devices with `axis_name` (inside `shard_map`) or `mesh` "
                 "only, and under plain `jit` JAX sums in the dtype of the backward "
                 "pass. Pass one of the two, or leave `r=` out of the policy."
             )
-        self.own_axes = axes_of_shardings(shardings)  # refuses what is none
-        if mesh is not None and self.gather:  # the function sees whole parameters
-            self.own_axes = axes_of_shardings(PartitionSpec())
-        if mesh is None:
-            self.shardings = None
-        self.is_scaled = self.loss_scale is not UNSCALED
-        given = self.loss_scale
-        self.loss_scale, self.scales = scale_in(given), scales_in(given)
+        self.is_scaled = loss_scale is not UNSCALED
+        self.loss_scale, self.scales = scale_in(loss_scale), scales_in(loss_scale)
         self.scale = as_scale(self.loss_scale)
-
-    @property
-    def reduce_dtype(self) -> np.dtype | None:
-        """The dtype in which gradients are summed over devices, None for their own."""
-        return None if self.policy is None else self.policy.reduce_dtype
 
     def positions(self, args: Sequence[Any], name: str = "argnums") -> tuple[int, ...]:
         """Returns the positions of an option as indices from 0, each once."""
@@ -185,16 +145,6 @@ class Options:
         if isinstance(self.argnums, int):
             return args[self.argnums]
         return tuple(args[i] for i in self.argnums)
-
-    def specs(self, params: Any) -> Any:
-        """Returns the PartitionSpec of each parameter, refusing what does not fit."""
-        assert self.mesh is not None
-        return parameter_specs(params, self.shardings, self.mesh)
-
-    def sharded(self, params: Any) -> list[frozenset[Any]]:
-        """Returns the axes over which the function sees a part of each parameter."""
-        named = jax.tree.leaves(axes_of_shardings(self.specs(params)))
-        return [own.intersection(self.axes) for own in named]
 
     def with_params(self, args: Sequence[Any], params: Any) -> list[Any]:
         """Returns the arguments with others in the place of the differentiated."""
@@ -237,24 +187,70 @@ def differentiate(
     Returns:
         ``(loss, aux, gradients, changes)``, in true units.
     """
-    args = list(args)
-    unscaled = warns and not options.is_scaled
+    unscaled = False
     if warns:
-        warn_if_constant(options.loss_scale)
-        policy_dtype = None if options.policy is None else options.policy.compute_dtype
-        around = autocast_dtype()
-        warn_if_emulated(policy_dtype, policy_dtype)
-        if np.float16 in (policy_dtype, around):
-            note_float16(options.scales)
-            if unscaled:
-                warn_unscaled()
-                unscaled = False  # what is inside need not say it again
-        if policy_dtype in _16_BIT and around not in _16_BIT and is_staged():
-            # Reading jaxprs takes long to import, here as below.
-            from .function_checks import warns_if_promoted
+        fun, unscaled = _watched(options, fun, user)
+    differentiated, batched = _positions(options, args)
+    args, fun = _as_arrays(options, list(args), fun)
+    stored = options.params(args)
+    _check_parameters(stored, options.allow_int)
+    devices = options.devices
+    if options.accum_steps > 1 or (devices is not None and devices.splits):
+        check_batch_is_whole(args, batched, differentiated)
+    if cast is not None:
+        for i in differentiated:
+            args[i] = cast(args[i])
+    if devices is not None:
+        args, fun = devices.shown_shards(options, fun, args, stored)
 
-            assert options.policy is not None
-            fun = warns_if_promoted(options.policy, fun, user)
+    run = _scaled(options, fun)
+    if options.accum_steps > 1:
+        run = over_micro_batches(run, options.params, batched, options.accum_steps)
+    run = _reduced(options, run)
+    if devices is not None:
+        run = devices.around(options, run, batched, stored)
+    with (
+        inside(unscaled=unscaled, scales=options.scales, gradient=True),
+        jax.named_scope(GRADIENT),
+    ):
+        loss, grads, aux, changes = run(args, kwargs, state)
+
+    grads = divided(grads, options.loss_scale)
+    grads = jax.tree.map(
+        lambda x, g: np.zeros(np.shape(x), jax.dtypes.float0) if g is None else g,
+        options.params(args),
+        grads,
+    )
+    return loss, aux, grads, changes
+
+
+def _watched(
+    options: Options, fun: Callable[..., Any], user: Callable[..., Any]
+) -> tuple[Callable[..., Any], bool]:
+    """Warns of a loss scale that does nothing, and lets ``fun`` warn of a policy.
+
+    Returns the function, and whether what runs in float16 inside it has no scale.
+    """
+    warn_if_constant(options.loss_scale)
+    dtype = None if options.policy is None else options.policy.compute_dtype
+    around = autocast_dtype()
+    warn_if_emulated(dtype, dtype)
+    unscaled = not options.is_scaled
+    if np.float16 in (dtype, around):
+        note_float16(options.scales)
+        if unscaled:
+            warn_unscaled()
+            unscaled = False  # what is inside need not say it again
+    if dtype in _16_BIT and around not in _16_BIT and is_staged():
+        checks = later.function_checks()
+        fun = checks.warns_if_promoted(options.policy, fun, user)
+    return fun, unscaled
+
+
+def _positions(
+    options: Options, args: Sequence[Any]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the positions of what is differentiated, and of the batch."""
     differentiated = options.positions(args)
     batched = options.positions(args, "batch_argnums")
     argnums = options.argnums
@@ -269,17 +265,28 @@ def differentiate(
             "gradients add up over the batch, so the batch itself cannot be "
             "differentiated. Take it out of one."
         )
+    return differentiated, batched
+
+
+def _as_arrays(
+    options: Options, args: list[Any], fun: Callable[..., Any]
+) -> tuple[list[Any], Callable[..., Any]]:
+    """Takes the arrays out of Equinox models, which ``fun`` is given whole."""
     models = options.params(args)
-    if (arrays := arrays_of_models(models)) is not models:
-        args, of_models = options.with_params(args, arrays), fun
+    arrays = arrays_of_models(models)
+    if arrays is models:
+        return args, fun
 
-        def of_arrays(state, *args, **kwargs):
-            params = with_rest(options.params(args), models)
-            return of_models(state, *options.with_params(args, params), **kwargs)
+    def of_arrays(state, *args, **kwargs):
+        params = with_rest(options.params(args), models)
+        return fun(state, *options.with_params(args, params), **kwargs)
 
-        fun = of_arrays
-    stored = options.params(args)
-    for path, x in jax.tree.leaves_with_path(stored):
+    return options.with_params(args, arrays), of_arrays
+
+
+def _check_parameters(params: Any, allow_int: bool) -> None:
+    """Refuses to differentiate what is no array, or has no gradient."""
+    for path, x in jax.tree.leaves_with_path(params):
         if not isinstance(x, numbers.Number) and not hasattr(x, "dtype"):
             name = clipped(path_name(path)) or "argument"
             raise TypeError(
@@ -288,47 +295,13 @@ def differentiate(
                 "it, or from an argument that is not in `argnums`."
             )
         dtype = jnp.result_type(x)
-        if not (options.allow_int or jnp.issubdtype(dtype, jnp.inexact)):
+        if not (allow_int or jnp.issubdtype(dtype, jnp.inexact)):
             name = clipped(path_name(path)) or "argument"
             raise TypeError(
                 f"The differentiated `{name}` has no gradient: its dtype is {dtype}. "
                 "Pass it in an argument that is not in `argnums`; or type "
                 "`allow_int=True`, with which its gradient is one of dtype float0."
             )
-    mesh = options.mesh
-    if options.accum_steps > 1 or (mesh is not None and mesh.size > 1):
-        check_batch_is_whole(args, batched, differentiated)
-    if cast is not None:
-        for i in differentiated:
-            args[i] = cast(args[i])
-    if not options.gather:
-        from .function_checks import refuses_ungathered
-
-        leaves, structure = jax.tree.flatten(options.params(args))
-        axes = options.sharded(stored)
-        for i, shard in enumerate(jax.tree.leaves(stored)):
-            if axes[i]:  # `jaxmp.gather` casts it
-                leaves[i] = shard
-        args = options.with_params(args, structure.unflatten(leaves))
-        fun = refuses_ungathered(options, fun, axes)
-    specs: Any = None if mesh is None else options.specs(stored)
-    run = _on_device(options, fun, batched, specs)
-    if mesh is not None:
-        steps = options.accum_steps
-        params_of = options.params
-        run = over_mesh(run, mesh, options.axes, batched, steps, params_of, specs)
-    with (
-        inside(unscaled=unscaled, scales=options.scales, gradient=True),
-        jax.named_scope(GRADIENT),
-    ):
-        loss, grads, aux, changes = run(args, kwargs, state)
-    grads = divided(grads, options.loss_scale)
-    grads = jax.tree.map(
-        lambda x, g: np.zeros(np.shape(x), jax.dtypes.float0) if g is None else g,
-        options.params(args),
-        grads,
-    )
-    return loss, aux, grads, changes
 
 
 def check_loss_function(name: str, fun: Any, others: tuple[Any, ...]) -> None:
@@ -402,10 +375,9 @@ def _scaled(options: Options, fun: Callable[..., Any]) -> GradFun:
     def scaled(args, kwargs, state):
         def scaled_fun(*args):
             loss, aux, changes = fun(state, *args, **kwargs)
-            # An averaged loss, which `shard_map` knows to be the same on all devices,
-            # is to be differentiated on each, as one that differs is: our mean divides
-            # by them.
-            loss = vary(widen(loss), options.axes)
+            loss = widen(loss)
+            if options.devices is not None:
+                loss = options.devices.differing(loss)
             return loss * options.scale.astype(loss.dtype), (loss, aux, changes)
 
         grad_fun = jax.grad(
@@ -420,28 +392,15 @@ def _scaled(options: Options, fun: Callable[..., Any]) -> GradFun:
     return scaled
 
 
-def _on_device(
-    options: Options,
-    fun: Callable[..., Any],
-    batched: Sequence[int],
-    specs: Any,
-) -> GradFun:
-    """Adds up the loss and the gradients of micro-batches, and of all devices.
+def _reduced(options: Options, run: GradFun) -> GradFun:
+    """Makes a part of the mean over micro-batches and devices of what was added up."""
 
-    Parameters that a mesh has sharded, as ``specs`` say, are gathered before, and
-    their gradients sharded by their sum.
-    """
-    axes, dtype = options.axes, options.reduce_dtype
-    on_mesh = options.mesh is not None
-    of_batch = _scaled(options, fun)
-    if options.accum_steps > 1:
-        steps = options.accum_steps
-        of_batch = over_micro_batches(of_batch, options.params, batched, steps)
-
-    def of_device(args, kwargs, state):
-        loss, grads, aux, changes = of_batch(args, kwargs, state)
+    def reduced(args, kwargs, state):
+        loss, grads, aux, changes = run(args, kwargs, state)
         _check_sum_is_ours(loss, options.params(args), options.axis_name)
-        parts = options.accum_steps * math.prod(map(jax.lax.axis_size, axes))
+        parts = options.accum_steps
+        if options.devices is not None:
+            parts *= options.devices.count()
         if options.reduction == "mean" and parts > 1:
             # Before the sum, which then does not overflow where the mean does not;
             # and a product, because a division by the count would merge with that by
@@ -449,58 +408,7 @@ def _on_device(
             loss, grads = jax.tree.map(lambda x: x * (1 / parts), (loss, grads))
         return loss, grads, aux, changes
 
-    def summed(own, spec, grad):  # in the dtype of the policy, onto the shards
-        apart = _without(axes, own)
-        if grad is None or not apart:
-            return grad
-        part = grad.astype(grad.dtype if dtype is None else dtype)
-        part = sum_scatter(part, dims_of(spec, apart))
-        if rest := _without(apart, axes_of_shardings(spec)):
-            part = jax.lax.psum(part, rest)
-        return part.astype(grad.dtype)
-
-    def of_all(args, kwargs, state):
-        check_axes_are_bound(axes)
-        # What differs by device before the call, such as a sharded buffer or the
-        # moving average of a sharded parameter, differs after it.
-        apart = {name: varying_axes(x) for name, x in state.items()}
-        own = sharded_axes(options.params(args), axes, options.own_axes)
-        everything = all(map(set(axes).issubset, jax.tree.leaves(own)))
-        if dtype and everything and not on_mesh:
-            warn(
-                f"The `reduce_dtype` of {options.policy} is not used: every parameter "
-                f"is sharded over {axes}, so that the collectives in the function sum "
-                "their gradients, in its dtypes. Leave `r=` out of the policy."
-            )
-        args = list(args)
-        for i in batched:
-            args[i] = own_keys(args[i], axes)
-        sharded = specs
-        if not (on_mesh and options.gather):
-            sharded = jax.tree.map(lambda _: PartitionSpec(), own)
-        whole = jax.tree.map(
-            lambda x, spec: vary(all_gather(x, dims_of(spec, axes)), axes),
-            options.params(args),
-            sharded,
-        )
-        args = options.with_params(args, whole)
-        state = vary(own_keys(state, axes, is_key), axes)
-        loss, grads, aux, changes = of_device(args, kwargs, state)
-        if not on_mesh:  # where all state is the same on every device
-            _check_state_is_known(own, changes, state)
-        loss = jax.lax.psum(loss, axes)
-        grads = jax.tree.map(summed, own, sharded, grads)
-        changes = {
-            name: agreed(x, _without(axes, apart[name])) if name in state else x
-            for name, x in changes.items()
-        }
-        return loss, grads, aux, changes
-
-    return of_all if axes else of_device
-
-
-def _without(axes: tuple[Any, ...], some: frozenset[Any]) -> tuple[Any, ...]:
-    return tuple(axis for axis in axes if axis not in some)
+    return reduced
 
 
 def _check_sum_is_ours(loss: jax.Array, params: Any, axis_name: Any) -> None:
@@ -517,17 +425,3 @@ def _check_sum_is_ours(loss: jax.Array, params: Any, axis_name: Any) -> None:
                 "`fun` computes in 16 bits. Or average the float32 loss in `fun` with "
                 "`jax.lax.pmean`."
             )
-
-
-def _check_state_is_known(own: Any, changes: dict, state: dict) -> None:
-    """Refuses to average state that may be sharded as the parameters beside it are."""
-    sharded = frozenset().union(*jax.tree.leaves(own))
-    unknown = sharded - tracked_axes(sharded)
-    names = [name for name, x in changes.items() if name in state and is_inexact(x)]
-    if unknown and names:
-        raise ValueError(
-            f"The function changes `{names[0].partition(' #')[0]}`, and parameters are "
-            f"sharded over {sorted(map(str, unknown))}, where JAX does not know "
-            "whether it is sharded as they are, or to be averaged. Use "
-            "`shard_map(check_vma=True)`, which knows."
-        )

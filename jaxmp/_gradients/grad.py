@@ -9,13 +9,14 @@ from typing import Any, Never, ParamSpec, TypeVar
 
 import jax
 
+from .._base import later
+from .._base.around import end_look, warn_if_unscaled
 from .._base.checks import check_function, explains
 from .._base.gpus import warn_if_emulated
+from .._base.modules import module_scopes
+from .._base.objects import refuse_integers, refuse_lost_updates
 from .._base.policy import Policy, PolicyLike, casting_policy
 from .._base.tree import AxisName
-from .._jaxprs.around import end_look, warn_if_unscaled
-from .._jaxprs.modules import module_scopes
-from .._jaxprs.objects import refuse_integers, refuse_lost_updates
 from .._training.loss_scale_state import UNSCALED
 from .differentiate import (
     Options,
@@ -97,10 +98,8 @@ def cast_around(
         try:
             result = checked(*cast_args, **cast_kwargs)
         except (TypeError, ValueError, NotImplementedError) as error:
-            from .function_checks import note_cast
-
             given, cast = (args, kwargs), (cast_args, cast_kwargs)
-            note_cast(error, name, plain, policy, given, cast)
+            later.function_checks().note_cast(error, name, plain, policy, given, cast)
             raise
         warn_if_unscaled(policy.compute_dtype, result)
         return policy.cast_to_output(result)
@@ -266,14 +265,14 @@ def value_and_grad(
             )
         except (TypeError, ValueError, NotImplementedError) as error:
             if policy is not None:
-                from .function_checks import note_cast
-
                 cast_args = [
                     policy.cast_to_compute(x) if i in positions else x
                     for i, x in enumerate(args)
                 ]
                 given, cast_too = (args, kwargs), (cast_args, kwargs)
-                note_cast(error, "value_and_grad", fun, policy, given, cast_too)
+                later.function_checks().note_cast(
+                    error, "value_and_grad", fun, policy, given, cast_too
+                )
             raise
         return ((loss, aux) if has_aux else loss), grads
 

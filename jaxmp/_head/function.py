@@ -9,7 +9,8 @@ from jax.typing import ArrayLike
 
 from .._attention.function import as_arrays
 from .._base.checks import short
-from .._devices.varying import vary, varying_axes
+from .._base.tree import varying_axes
+from .._devices.varying import vary
 from .._ops.products import default_precision
 from .operation import FORWARD
 from .tiles import LABELS, WEIGHTS, Form

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from .._devices.varying import vary, varying_axes
+from .._base.tree import varying_axes
+from .._devices.varying import vary
 
 # Operands of the operation.
 HIDDEN, KERNEL, LABELS, WEIGHTS, BIAS = range(5)

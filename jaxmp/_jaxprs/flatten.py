@@ -4,16 +4,19 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.core
 import jax.numpy as jnp
 
+from .._base.around import inside, is_staged
 from .._base.dtypes import is_narrow, without_casts
+from .._base.modules import module_scopes
 from .._base.tree import is_array, path_name, taken_out
-from .around import traced_by_us
-from .jaxpr import FLOAT32, trace
+from .jaxpr import FLOAT32, stage, trace
+
+T = TypeVar("T")
 
 
 class Flat(NamedTuple):
@@ -48,6 +51,22 @@ def flatten(fun: Callable, args: tuple, kwargs: dict) -> Flat:
         return [x for _, x in outs]
 
     return Flat(flat, leaves, names, out_names)
+
+
+def traced_by_us(fun: Callable[..., T]) -> Callable[..., T]:
+    """Returns a function that we trace, with scopes for the modules that it is given.
+
+    In it, ``is_staged`` says what it says here.
+    """
+    staged = is_staged()
+
+    @functools.wraps(fun, updated=())
+    def traced(*args, **kwargs):
+        own, given = stage(), (inspect.unwrap(fun), args, kwargs)
+        with inside(own=own, staged=staged), module_scopes(given):
+            return fun(*args, **kwargs)
+
+    return traced
 
 
 def _named(name: str, path: tuple[Any, ...]) -> str:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._base.text import short_line
 from . import jaxpr as _jaxpr
 from . import scopes as _scopes
 
@@ -265,3 +264,21 @@ def iteration_count(eqn: _jaxpr.Equation) -> int | None:
         sizes = eqn.params["mesh"].shape
         return math.prod(sizes[axis] for axis in _jaxpr.manual_axes(eqn))
     return None if kind == "while" else 1
+
+
+def short_line(where: str) -> str:
+    """Returns ``file:line`` without folders, or the cell of a notebook and the line."""
+    file, _, line = where.rpartition(":")
+    cell = cell_of(file)
+    return f"{cell}, line {line}" if cell else os.path.basename(where)
+
+
+def cell_of(file: str) -> str:
+    """Returns the name of the notebook's cell that IPython compiled under this name.
+
+    Such a name says nothing, as ``/tmp/ipykernel_7/2844202223.py``. Empty for a file.
+    """
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    named = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    found = named(file) if named else None  # ("Cell", "In[5]")
+    return f"cell {found[1][3:-1]}" if found else ""

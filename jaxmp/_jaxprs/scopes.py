@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from .._base.checks import clipped
+from .._base.modules import without_repeats
 from . import jaxpr as _jaxpr
 
 # Equations in these stay as they were written: what the user keeps in float32, and what
@@ -30,8 +31,6 @@ STACKED = "jaxmp.stacked"
 EIGHT_BITS = "jaxmp.eight_bits"
 # Around the clip of what 16 bits would make an Inf of, which float32 has no need of.
 SATURATED = "jaxmp.saturated"
-# Around a module in one of the same name, with its depth: no repetition.
-INSIDE = "jaxmp.inside."
 # Around an attention that is written out, and before the reason.
 ATTENTION = "jaxmp.attention."
 # Around what is in a loop, a call or a remat that differentiation has written, and in
@@ -115,22 +114,6 @@ def module_of(scopes: Scopes) -> str:
 
 def _is_mark(name: str) -> bool:
     return name.startswith("jaxmp.")
-
-
-def without_repeats(scopes: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns ``a/b/c`` for ``a/b/a/b/c``.
-
-    The backward pass of a remat or a cond has the scopes around it once more in each
-    line, or once less, than the forward pass.
-    """
-    once: list[str] = []
-    for scope in scopes:
-        once.append(scope)
-        for n in range(1, len(once) // 2 + 1):
-            if once[-n:] == once[-2 * n : -n]:
-                del once[-n:]
-                break
-    return tuple(once)
 
 
 def check_paths(option: str, paths: Mapping[str, Scopes], jaxpr: Any) -> None:

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._base.sizes import as_number, size_of
 from .._jaxprs.jaxpr import (
     FLOAT32,
     Equation,
@@ -19,6 +18,7 @@ from .._jaxprs.jaxpr import (
     sub_jaxprs,
     trace,
 )
+from .._jaxprs.sizes import as_number, size_of
 
 # Matrix products and convolutions: what tensor cores do. NVIDIA, Train With Mixed
 # Precision, and PyTorch, Autocast Op Reference, as in `lists`.

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._base.sizes import size_of
 from .._jaxprs.jaxpr import (
     Equation,
     Literal,
@@ -31,6 +30,7 @@ from .._jaxprs.jaxpr import (
     open_jaxpr,
     sub_jaxprs,
 )
+from .._jaxprs.sizes import size_of
 from .products import is_matrix_product
 
 # The list that each class is in by default, see :class:`~jaxmp.OpLists`, and what it

@@ -1,6 +1,5 @@
-"""What lies in an optimizer state: loss scales, 16-bit parameters, narrow moments.
+"""Loss scales: how they grow, skip a step, and are found in an optimizer state.
 
 Start with :mod:`~jaxmp._training.loss_scale`, which scales and skips. How its state is
-found again is in :mod:`~jaxmp._training.loss_scale_state`. Optimizers without float32
-masters are in :mod:`~jaxmp._training.narrow_params`.
+found again is in :mod:`~jaxmp._training.loss_scale_state`.
 """

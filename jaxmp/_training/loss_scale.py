@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from .._base.around import warn_if_float16
 from .._base.checks import (
     as_count,
     check_limits,
@@ -24,12 +25,18 @@ from .._base.checks import (
     known_number,
     short,
 )
+from .._base.dtypes import is_narrow
 from .._base.policy import PolicyLike, dtype_of_gradients, get_policy
-from .._base.tree import AxisName, all_finite, is_strong, path_name
-from .._devices.varying import varying_axes
-from .._jaxprs.around import warn_if_float16
+from .._base.tree import (
+    AxisName,
+    all_finite,
+    called_in,
+    is_floating,
+    is_strong,
+    path_name,
+    varying_axes,
+)
 from .loss_scale_state import MIGRATE, LossScaleState
-from .narrow_params import check_nothing_follows, note_kahan
 
 if TYPE_CHECKING:
 
@@ -42,6 +49,14 @@ else:
     LossScaling = optax.GradientTransformationExtraArgs
 
 _FLOAT32 = np.finfo(np.float32)
+# What changes the updates of the transformation inside it, by the name of its state.
+_CHANGING = {
+    "LookaheadState": "optax.lookahead",
+    "ScheduleFreeState": "optax.contrib.schedule_free",
+    "SAMState": "optax.contrib.sam",
+}
+# The states of the two optimizers whose updates nothing may change.
+_EXACT = {"StochasticRoundingState", "KahanSummationState"}
 _CALL = 'loss_scaling(optax.adam(1e-3), "mixed_float16")'
 
 
@@ -296,7 +311,7 @@ def _skipping(
 
     def init_fn(params):
         inner_state = inner.init(params)
-        check_nothing_follows(inner_state)
+        _check_nothing_follows(inner_state)
         return LossScaleState(
             loss_scale=jnp.array(init_scale, jnp.float32),
             good_steps=jnp.zeros([], jnp.int32),
@@ -325,7 +340,7 @@ def _skipping(
         except Exception as error:
             _refuse_other_model(inner, like, state.inner_state, cause=error)
             if isinstance(error, TypeError):
-                note_kahan(error, params)
+                _note_kahan(error, params)
             raise
         _refuse_other_model(inner, like, state.inner_state, inner_state)
         # A function may be differentiated inside, where the gradients are not seen.
@@ -346,6 +361,44 @@ def _skipping(
         return updates, adapt(counted)
 
     return LossScaling(init_fn, update_fn)
+
+
+def _check_nothing_follows(state: Any) -> None:
+    """Raises where something changes the updates of one of the two wrappers."""
+    rule = (
+        "The updates of `jaxmp.stochastic_rounding` and `jaxmp.kahan_summation` must "
+        "reach `optax.apply_updates` as they are, but "
+    )
+
+    def look(x: Any) -> bool:
+        if not called_in(x, _EXACT):
+            return True
+        if (name := _CHANGING.get(type(x).__name__)) is not None:
+            raise ValueError(
+                f"{rule}`{name}` is around one of them. Put it inside: "
+                f"`jaxmp.kahan_summation({name}(...))`."
+            )
+        if type(x) is tuple and called_in(x[:-1], _EXACT):
+            raise ValueError(
+                f"{rule}something comes after one of them in an `optax.chain`. Put the "
+                "whole chain inside: `jaxmp.kahan_summation(optax.chain(...))`."
+            )
+        return False
+
+    jax.tree.leaves(state, is_leaf=look)
+
+
+def _note_kahan(error: TypeError, params: Any) -> None:
+    """Adds to what an optimizer of 16-bit parameters raises that it needs a wrapper."""
+    if isinstance(error, jax.errors.JAXTypeError):
+        return
+    if any(is_floating(x) and is_narrow(x) for x in jax.tree.leaves(params)):
+        error.add_note(
+            "There are 16-bit parameters, and `jaxmp.value_and_grad` returns "
+            "float32 gradients. Where optax needs both in one dtype (in a "
+            "`lax.cond`), wrap its optimizer: `jaxmp.loss_scaling("
+            "jaxmp.kahan_summation(optimizer), policy)`, which gives it float32."
+        )
 
 
 def _as_float32(x: Any) -> Any:

@@ -16,8 +16,15 @@ import jmp
 import numpy as np
 import optax
 
-from .._base.checks import as_count, as_scale, check_positive, plain_array, short, warn
-from .._base.text import as_html
+from .._base.checks import (
+    as_count,
+    as_html,
+    as_scale,
+    check_positive,
+    plain_array,
+    short,
+    warn,
+)
 from .._base.tree import all_finite, choose, found_in, is_inexact, path_name, widen
 
 T = TypeVar("T")

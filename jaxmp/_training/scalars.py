@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .._base.checks import check_positive, plain_array, short
-from .._base.tree import found_in
-from .exponents import RecordRangesState
+from .._base.tree import called_in
 from .loss_scale_state import get_loss_scale_state, looks_unused
 
 
@@ -75,7 +74,7 @@ def scalars(
     if step is not None:
         found["skipped_share"] = _share(state.skipped, step)
 
-    recorded = [_of_ranges(x) for x in found_in(opt_state, RecordRangesState)]
+    recorded = [_of_ranges(x) for x in called_in(opt_state, {"RecordRangesState"})]
     for name in recorded[0] if recorded else ():
         found[name] = jnp.stack([x[name] for x in recorded]).max()
     prefix = str(prefix)
@@ -88,7 +87,7 @@ def _share(count: jax.Array, total: jax.Array) -> jax.Array:
     return count / jnp.maximum(total, 1)
 
 
-def _of_ranges(state: RecordRangesState) -> dict[str, jax.Array]:
+def _of_ranges(state: Any) -> dict[str, jax.Array]:
     zeros, nonfinite = plain_array(state.zeros), plain_array(state.nonfinite)
     total = plain_array(state.exponents).sum() + zeros + nonfinite
     return {

@@ -17,7 +17,7 @@ from benchmarks.counting.measure import (
     traced,
 )
 from conftest import normal, rest_is_evidence
-from jaxmp._base.sizes import as_number
+from jaxmp._jaxprs.sizes import as_number
 
 D, H = 16, 32
 SHAPES = {

@@ -10,8 +10,8 @@ from benchmarks.counting import hlo, results, targets
 from benchmarks.counting.steps import contestants
 from benchmarks.networks.basic import TINY
 from conftest import rest_is_evidence
+from jaxmp._optimizers import narrow_params as _narrow_params
 from jaxmp._training import loss_scale as _loss_scale
-from jaxmp._training import narrow_params as _narrow_params
 
 UNAVAILABLE = targets.unavailable()
 pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=str(UNAVAILABLE))

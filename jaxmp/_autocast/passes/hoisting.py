@@ -16,10 +16,10 @@ import collections
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..._base.sizes import as_number, size_of
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, Var, is_float32
 from ..._jaxprs.scopes import IsProduct, Scopes, inside, is_backward
+from ..._jaxprs.sizes import as_number, size_of
 from ..._ops import products, table
 from ..._ops.products import holds_product
 from ..graph import reached, twins

@@ -14,9 +14,9 @@ import jax
 
 from ..._attention.operation import why_not_kernel
 from ..._base.gpus import NEWEST, Gpu, default_gpu, weakest
-from ..._base.sizes import as_number, size_of
 from ..._jaxprs.places import Place
 from ..._jaxprs.scopes import ATTENTION, named_in
+from ..._jaxprs.sizes import as_number, size_of
 from ..._ops import table
 from ..._ops.products import is_attention, is_batched, is_matrix_product
 from .report import UnfusedAttention

@@ -14,15 +14,15 @@ import jax
 
 from ..._autocast.emit import recording
 from ..._base.checks import check_function, explains, uncalled
-from ..._base.sizes import as_number
-from ..._base.text import WIDTH
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.flatten import flatten, traced_in_float32
 from ..._jaxprs.places import Place, caller
+from ..._jaxprs.sizes import as_number
 from ..._ops.precision import own_precisions
 from ..._ops.products import default_precision
 from ..flow import Flow
 from ..numbers import Numbers
+from ..text import WIDTH
 from .attention import judge
 from .compiled import audit_compiled
 from .compiled_report import CompiledReport

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 
 from ..._base.dtypes import is_wide
-from ..._base.text import notes, paragraphs, table, unit, wrapped
+from ..text import notes, paragraphs, table, unit, wrapped
 from .flops import FlopsReport, by_dtype, verdict
 from .report import ROWS, UnfusedAttention, attention_lines
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ..._base.checks import as_html
 from ..._base.dtypes import is_wide
-from ..._base.text import as_html, as_lists, unit
+from ..text import as_lists, unit
 
 PRODUCTS = "matmul and convolution FLOPs"
 

@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ..._base.sizes import as_number
 from ..._jaxprs.places import Place
+from ..._jaxprs.sizes import as_number
 from ..._ops import table
 from ..._ops.products import sizes
 from .attention import Part, is_of_attention

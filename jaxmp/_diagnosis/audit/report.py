@@ -9,15 +9,8 @@ from collections.abc import Iterator, Sequence
 import jax.numpy as jnp
 
 from ..._base.dtypes import is_wide
-from ..._base.text import (
-    more,
-    notes,
-    paragraphs,
-    short_line,
-    table,
-    unit,
-    wrapped,
-)
+from ..._jaxprs.places import short_line
+from ..text import more, notes, paragraphs, table, unit, wrapped
 from .flops import FlopsReport, by_dtype, verdict
 
 _ON_DEVICES = "TF32 on A100 and later, bfloat16 on a TPU"

@@ -20,10 +20,9 @@ from ..._autocast.emit import recording
 from ..._autocast.graph import joined
 from ..._autocast.plan import Step
 from ..._base.checks import check_function, clipped, explains, uncalled
-from ..._base.text import short_line
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.flatten import flatten
-from ..._jaxprs.places import Frame, Place, caller, is_called_directly
+from ..._jaxprs.places import Frame, Place, caller, is_called_directly, short_line
 from ..._ops.precision import own_precisions
 from ..flow import Flow, Operation
 from .report import NO_SOURCE, ExplainedLine, Explanation

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..._autocast import rules
-from ..._base.checks import clipped
-from ..._base.text import WIDTH, aligned, as_html, as_lists, cell_of, unit, wrapped
+from ..._base.checks import as_html, clipped
+from ..._jaxprs.places import cell_of
+from ..text import WIDTH, aligned, as_lists, unit, wrapped
 
 NO_SOURCE = "(no source)"
 _HINT = "`report.sentences` has the text of the rules and the guards."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..._base.text import short_line
+from ..._jaxprs.places import short_line
 from ..._jaxprs.scopes import AUTOCAST
 from .origins import INF_WRITTEN
 from .report import Fault

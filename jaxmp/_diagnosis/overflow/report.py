@@ -10,16 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..._base.checks import clipped
-from ..._base.text import (
-    as_html,
-    as_lists,
-    notes,
-    paragraphs,
-    short_line,
-    table,
-    wrapped,
-)
+from ..._base.checks import as_html, clipped
+from ..._jaxprs.places import short_line
+from ..text import as_lists, notes, paragraphs, table, wrapped
 
 _HEALTHY = "no operation made an Inf or NaN that reached a result"
 CHECKED = "an `isfinite` check"  # what a fault may reach, beside results

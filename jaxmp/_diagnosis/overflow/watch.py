@@ -22,7 +22,7 @@ from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place
 from ..._jaxprs.replay import Body, Replay
 from ..._ops.table import is_exact, is_sum, keeps_magnitudes
-from ..._training.exponents import float32_bits, real_parts
+from ..exponents import float32_bits, real_parts
 from ..wide_replay import (
     Value,
     before_rounding,

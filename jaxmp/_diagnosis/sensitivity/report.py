@@ -7,16 +7,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..._base.text import (
-    WIDTH,
-    aligned,
-    as_html,
-    as_lists,
-    more,
-    notes,
-    paragraphs,
-    wrapped,
-)
+from ..._base.checks import as_html
+from ..text import WIDTH, aligned, as_lists, more, notes, paragraphs, wrapped
 
 _ROWS = 10
 _NO_MODULE = "(in no module)"

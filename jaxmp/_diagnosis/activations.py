@@ -9,9 +9,10 @@ from typing import Any, ParamSpec
 import jax
 import jax.numpy as jnp
 
+from .._base.around import GRADIENT
 from .._base.checks import as_scale, check_function, explains
 from .._base.tree import numbered, widen
-from .._jaxprs.around import GRADIENT
+from .._gradients.differentiate import loss_and_aux
 from .._jaxprs.jaxpr import (
     JaxprEqn,
     bind,
@@ -22,7 +23,6 @@ from .._jaxprs.jaxpr import (
 from .._jaxprs.replay import where_written
 from .._ops.table import given_name
 from .._training.loss_scale_state import scale_in
-from .differentiate import loss_and_aux
 
 P = ParamSpec("P")
 _CALLS = ("jit", "remat")  # what runs once as it stands

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmp._base import blocks as _blocks
-from jaxmp._base import rounding as _rounding
+from jaxmp._optimizers import blocks as _blocks
+from jaxmp._optimizers import rounding as _rounding
 
 SEEDS = jax.jit(_rounding.noise_seeds)(0, np.uint32(0))
 RNG = np.random.default_rng(0)

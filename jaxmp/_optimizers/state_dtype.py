@@ -10,7 +10,10 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from .._base.blocks import (
+from .._base.checks import check_optimizer, check_state, short
+from .._base.dtypes import as_dtype, is_called
+from .._base.tree import found_in, is_floating, is_number, path_name, widen
+from .blocks import (
     Int8Blocks,
     decode,
     encode,
@@ -19,10 +22,7 @@ from .._base.blocks import (
     nearest,
     units_from,
 )
-from .._base.checks import check_optimizer, check_state, short
-from .._base.dtypes import as_dtype, is_called
-from .._base.rounding import draws, noise_seeds, round_stochastically
-from .._base.tree import found_in, is_floating, is_number, path_name, widen
+from .rounding import draws, noise_seeds, round_stochastically
 
 _BFLOAT16, _FLOAT32 = np.dtype(jnp.bfloat16), np.dtype(jnp.float32)
 _INT8 = np.dtype(jnp.int8)

@@ -17,7 +17,7 @@ from updates import skips_without_a_trace, step_of, train
 
 import jaxmp
 from conftest import answered, bits, mapped
-from jaxmp._base import rounding as _rounding
+from jaxmp._optimizers import rounding as _rounding
 
 WRAPPERS = {
     "stochastic": jaxmp.stochastic_rounding,

@@ -9,7 +9,7 @@ import pytest
 
 import jaxmp
 from conftest import answered, bits, usually_bfloat16
-from jaxmp._base import rounding as _rounding
+from jaxmp._optimizers import rounding as _rounding
 
 KAHAN = {
     dtype: lambda tx, dtype=dtype: jaxmp.kahan_summation(tx, compensation=dtype)

@@ -1,20 +1,14 @@
-"""The text of reports: wrapped to 80 columns, in tables, and as Jupyter shows it."""
+"""The text of reports: wrapped to 80 columns, and in tables."""
 
 from __future__ import annotations
 
-import html
-import os
-import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from .._jaxprs.places import short_line
+
 WIDTH = 80
-
-
-def as_html(report: Any) -> str:
-    """Returns the text of a report as Jupyter shows it at the end of a cell."""
-    return f"<pre>{html.escape(str(report))}</pre>"
 
 
 def as_lists(x: Any) -> Any:
@@ -23,24 +17,6 @@ def as_lists(x: Any) -> Any:
         return {key: as_lists(value) for key, value in x.items()}
     x = "inf" if x == float("inf") else x  # which JSON does not know
     return [*map(as_lists, x)] if isinstance(x, (tuple, list)) else x
-
-
-def short_line(where: str) -> str:
-    """Returns ``file:line`` without folders, or the cell of a notebook and the line."""
-    file, _, line = where.rpartition(":")
-    cell = cell_of(file)
-    return f"{cell}, line {line}" if cell else os.path.basename(where)
-
-
-def cell_of(file: str) -> str:
-    """Returns the name of the notebook's cell that IPython compiled under this name.
-
-    Such a name says nothing, as ``/tmp/ipykernel_7/2844202223.py``. Empty for a file.
-    """
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    named = getattr(getattr(shell, "compile", None), "format_code_name", None)
-    found = named(file) if named else None  # ("Cell", "In[5]")
-    return f"cell {found[1][3:-1]}" if found else ""
 
 
 def paragraphs(*parts: Iterable[str]) -> Iterator[str]:

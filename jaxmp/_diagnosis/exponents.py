@@ -17,8 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._base.checks import as_axes, as_count, check_axes_are_bound, short
-from .._base.tree import AxisName, alike, is_floating_array, path_name
-from .._devices.varying import varying_axes
+from .._base.tree import AxisName, alike, is_floating_array, path_name, varying_axes
 
 # Rows of counters that the elements of an array take turns in; a power of two. With
 # one row the atomic additions of a GPU would all meet in the few busy buckets.

@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
-import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
 import numpy as np
 
-from .._base.checks import known_number, warn
-from .modules import module_scopes
-
-T = TypeVar("T")
-
+from . import later
+from .checks import known_number, warn
 
 # Around a gradient of ours, which scales the loss or is told not to: a named scope,
 # because JAX may have traced it before.
@@ -79,28 +74,8 @@ def is_staged() -> bool:
     As ``jax.jit`` and ``lax.scan`` do. What we trace ourselves (autocast, an audit)
     runs at once, or never.
     """
-    from . import jaxpr as _jaxpr
-
-    stage, around = _jaxpr.stage(), _AROUND.get(_NOTHING)
+    stage, around = later.traces().stage(), _AROUND.get(_NOTHING)
     return around.staged if stage is around.own else stage is not None
-
-
-def traced_by_us(fun: Callable[..., T]) -> Callable[..., T]:
-    """Returns a function that we trace, with scopes for the modules that it is given.
-
-    In it, ``is_staged`` says what it says here.
-    """
-    from . import jaxpr as _jaxpr
-
-    staged = is_staged()
-
-    @functools.wraps(fun, updated=())
-    def traced(*args, **kwargs):
-        own, given = _jaxpr.stage(), (inspect.unwrap(fun), args, kwargs)
-        with inside(own=own, staged=staged), module_scopes(given):
-            return fun(*args, **kwargs)
-
-    return traced
 
 
 def warn_if_constant(loss_scale: Any) -> None:
@@ -144,9 +119,8 @@ def warn_if_unscaled(dtype: Any, results: Any) -> None:
     around = _AROUND.get(_NOTHING)
     if dtype != np.float16 or not (around.unscaled or around.scales):
         return
-    from . import jaxpr as _jaxpr
-
-    if any(map(_jaxpr.is_being_differentiated, jax.tree.leaves(results))):
+    is_differentiated = later.traces().is_being_differentiated
+    if any(map(is_differentiated, jax.tree.leaves(results))):
         if around.unscaled:
             warn_unscaled()
         note_float16(around.scales)

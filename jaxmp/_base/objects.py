@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._base.tree import is_inexact, path_name
+from . import later
+from .tree import is_inexact, path_name
 
 _Path = tuple[Any, ...]
 
@@ -130,9 +131,6 @@ def _written_back(
     def is_array(leaf):
         return leaf is not None and isinstance(leaf.value, jax.Array)
 
-    # Reading jaxprs takes long to import.
-    from .state import handed_back
-
     entries, structure = jax.tree.flatten_with_path((args, kwargs))
 
     def run(values):
@@ -141,4 +139,5 @@ def _written_back(
         return {path: leaf.value for path, leaf in _leaves(copies).items()}
 
     arrays = [x for x in written if is_array(before.get(x)) and is_array(after.get(x))]
-    return handed_back(run, {path: before[path].value for path in arrays})
+    values = {path: before[path].value for path in arrays}
+    return later.handed_back()(run, values)

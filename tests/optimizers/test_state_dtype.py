@@ -17,7 +17,7 @@ from updates import skips_without_a_trace, step_of, train
 
 import jaxmp
 from conftest import answered, bits
-from jaxmp._base.blocks import decode, is_blocks
+from jaxmp._optimizers.blocks import decode, is_blocks
 
 PARAMS = {
     "w": jnp.asarray(np.linspace(-1, 1, 16 * 512, dtype="f4").reshape(16, 512)),

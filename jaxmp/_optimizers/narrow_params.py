@@ -12,25 +12,19 @@ from jax.typing import DTypeLike
 
 from .._base.checks import check_optimizer, check_state, plain_array, short, warn
 from .._base.dtypes import is_called
-from .._base.rounding import (
+from .._base.tree import found_in, is_floating, path_name, widen
+from .rounding import (
     join,
     noise_seeds,
     round_stochastically,
     split,
     split_stochastically,
 )
-from .._base.tree import found_in, is_floating, path_name, widen
 from .state_dtype import as_state_dtype, check_seed, narrow_init, narrow_update
 
 T = TypeVar("T")
 
 _BFLOAT16, _FLOAT16 = np.dtype(jnp.bfloat16), np.dtype(jnp.float16)
-# What changes the updates of the transformation inside it, by the name of its state.
-_CHANGING = {
-    "LookaheadState": "optax.lookahead",
-    "ScheduleFreeState": "optax.contrib.schedule_free",
-    "SAMState": "optax.contrib.sam",
-}
 
 
 class StochasticRoundingState(NamedTuple):
@@ -279,44 +273,6 @@ def set_masters(masters: Any, params: T, opt_state: Any) -> tuple[T, Any]:
         replaced, opt_state, is_leaf=lambda x: isinstance(x, KahanSummationState)
     )
     return structure.unflatten(made), opt_state
-
-
-def check_nothing_follows(state: Any) -> None:
-    """Raises where something changes the updates of one of the two wrappers."""
-    rule = (
-        "The updates of `jaxmp.stochastic_rounding` and `jaxmp.kahan_summation` must "
-        "reach `optax.apply_updates` as they are, but "
-    )
-
-    def look(x: Any) -> bool:
-        if not _has_wrapper(x):
-            return True
-        if (name := _CHANGING.get(type(x).__name__)) is not None:
-            raise ValueError(
-                f"{rule}`{name}` is around one of them. Put it inside: "
-                f"`jaxmp.kahan_summation({name}(...))`."
-            )
-        if type(x) is tuple and any(map(_has_wrapper, x[:-1])):
-            raise ValueError(
-                f"{rule}something comes after one of them in an `optax.chain`. Put the "
-                "whole chain inside: `jaxmp.kahan_summation(optax.chain(...))`."
-            )
-        return False
-
-    jax.tree.leaves(state, is_leaf=look)
-
-
-def note_kahan(error: TypeError, params: Any) -> None:
-    """Adds to what an optimizer of 16-bit parameters raises that it needs a wrapper."""
-    if isinstance(error, jax.errors.JAXTypeError):
-        return
-    if any(map(_is_16_bit, jax.tree.leaves(params))):
-        error.add_note(
-            "There are 16-bit parameters, and `jaxmp.value_and_grad` returns "
-            "float32 gradients. Where optax needs both in one dtype (in a "
-            "`lax.cond`), wrap its optimizer: `jaxmp.loss_scaling("
-            "jaxmp.kahan_summation(optimizer), policy)`, which gives it float32."
-        )
 
 
 def _without_masters(

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxmp._base import rounding as _rounding
+from jaxmp._optimizers import rounding as _rounding
 
 BFLOAT16 = ml_dtypes.finfo(ml_dtypes.bfloat16)
 LARGEST, TINY = float(BFLOAT16.max), float(BFLOAT16.smallest_subnormal)

@@ -21,6 +21,8 @@ from typing import Any
 import jax
 
 Scopes = tuple[str, ...]
+# Around a module in one of the same name, with its depth: no repetition.
+INSIDE = "jaxmp.inside."
 
 
 @contextlib.contextmanager
@@ -183,9 +185,6 @@ def _scoped(method: Any) -> Any:
         is_call = callers and isinstance(self, _module_types())
         if not is_call or callers[-1].starts_with(self):
             return method(*args, **kwargs)
-        # Reading jaxprs takes long to import.
-        from .scopes import INSIDE, without_repeats
-
         keys = id(self), _table(self)
         paths = (x.paths.get(key) for x in reversed(callers) for key in keys)
         path = next(filter(None, paths), (type(self).__name__,))
@@ -201,3 +200,19 @@ def _scoped(method: Any) -> Any:
             _callers.reset(token)
 
     return scoped
+
+
+def without_repeats(scopes: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns ``a/b/c`` for ``a/b/a/b/c``.
+
+    The backward pass of a remat or a cond has the scopes around it once more in each
+    line, or once less, than the forward pass.
+    """
+    once: list[str] = []
+    for scope in scopes:
+        once.append(scope)
+        for n in range(1, len(once) // 2 + 1):
+            if once[-n:] == once[-2 * n : -n]:
+                del once[-n:]
+                break
+    return tuple(once)

@@ -8,8 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._base.tree import is_array, is_inexact, path_name, taken_out, wide_dtype
-from .varying import is_scalar_key
+from .._base.tree import (
+    is_array,
+    is_inexact,
+    is_scalar_key,
+    path_name,
+    taken_out,
+    wide_dtype,
+)
 
 # Takes positional and keyword arguments and a dict of state. Returns the loss, the
 # gradients, aux and a dict of what has changed in the state.

@@ -1,0 +1,44 @@
+"""What the core asks of packages after it, imported by the call that needs it.
+
+Nothing else imports from above. The core is then loaded without them: reading jaxprs
+takes ``jax.extend``, and with it Pallas, which take longer than all of the core.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def traces() -> Any:
+    """Returns the module that knows in which trace of JAX a call is."""
+    from .._jaxprs import jaxpr
+
+    return jaxpr
+
+
+def handed_back() -> Any:
+    """Returns the function that tells what a function returns as it was given it."""
+    from .._jaxprs.state import handed_back
+
+    return handed_back
+
+
+def devices() -> Any:
+    """Returns the module that takes gradients over several devices."""
+    from .._devices import over_devices
+
+    return over_devices
+
+
+def function_checks() -> Any:
+    """Returns the module that looks why a user's function fails or gains nothing."""
+    from .._diagnosis import function_checks
+
+    return function_checks
+
+
+def shard_checks() -> Any:
+    """Returns the module that looks for a shard which is never gathered."""
+    from .._diagnosis import ungathered
+
+    return ungathered
