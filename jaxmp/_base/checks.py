@@ -19,6 +19,8 @@ import jmp
 import numpy as np
 from jax.typing import ArrayLike
 
+from .names import refuse_other_scale
+
 F = TypeVar("F", bound=Callable)
 
 # A class of JAX, and so a function to Python.
@@ -53,6 +55,7 @@ def known_number(name: str, value: Any) -> Any:
         or isinstance(array, jax.ShapeDtypeStruct)
         or not any(jnp.issubdtype(array.dtype, x) for x in (jnp.floating, jnp.integer))
     ):
+        refuse_other_scale(value)
         of = "" if array is None else f" of dtype {array.dtype}"
         raise TypeError(
             f"`{name}` must be a number, but is {short(value)}{of}. Pass a Python "
@@ -214,6 +217,7 @@ def check_optimizer(inner: Any, call: str) -> None:
         getattr(inner, "update", None)
     ):
         return
+    refuse_other_scale(inner)
     cure = "Pass for example `optax.adam(1e-3)`."
     if isinstance(inner, (str, jmp.Policy)):
         cure = f"It comes first: `{call}`."

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from .checks import as_html, clipped, short
 from .dtypes import DTYPES, as_dot_dtype, as_dtype, parse_dtype, spelled, suggest
 from .gpus import mixed
+from .names import refuse_other_scale
 from .tree import cast_tree, is_array, is_floating, path_name, wide_dtype
 
 T = TypeVar("T")
@@ -325,6 +326,7 @@ def get_policy(policy: PolicyLike, *, device: Any = None) -> Policy:
         dtype = as_dtype(policy, "A dtype that is given as the policy")
         return Policy(dtype, dtype, dtype)
     if not isinstance(policy, (str, jmp.Policy)):
+        refuse_other_scale(policy)
         raise TypeError(
             f"`get_policy` needs a string or a policy, but got {short(policy)}. Pass "
             'for example "mixed_float16" or "p=f32,c=bf16,o=f32", or a dtype such as '

@@ -25,6 +25,7 @@ from .._base.checks import (
     short,
     warn,
 )
+from .._base.names import refuse_other_scale
 from .._base.tree import all_finite, choose, found_in, is_inexact, path_name, widen
 
 T = TypeVar("T")
@@ -210,6 +211,7 @@ def get_loss_scale_state(opt_state: Any) -> LossScaleState:
             "what `tx.init(params)` and `tx.update(grads, opt_state, params)` return."
         )
     if not found:
+        refuse_other_scale(opt_state)
         raise ValueError(
             "`opt_state` must hold a loss scale, but there is no `LossScaleState` in "
             f"the {type(opt_state).__name__} given. Wrap the optimizer with "

@@ -8,15 +8,18 @@ import chex
 import flax.serialization
 import jax
 import jax.numpy as jnp
+import jmp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxmp
+import jaxmp.nnx
 from conftest import bits, crossed
 
 MAX = float(jnp.finfo(jnp.float32).max)
@@ -792,6 +795,59 @@ def test_what_is_no_scale_is_refused_by_its_name(scale, error, message):
             dynamic(**{name: scale})
     with pytest.raises(error, match=re.escape(f"`scale` {message}")):
         jaxmp.static_loss_scale(optax.sgd(1.0), scale)
+
+
+# The loss scales of other libraries
+
+OTHERS = {
+    "jmp.NoOpLossScale": jmp.NoOpLossScale(),
+    "jmp.StaticLossScale": jmp.StaticLossScale(128.0),
+    "jmp.DynamicLossScale": jmp.DynamicLossScale(jnp.float32(16), period=3, factor=4),
+    "flax.DynamicScale": DynamicScale(scale=16.0, growth_interval=3),
+}
+
+
+def refused(take, scale):
+    """Returns what to type for a scale of another library."""
+    with pytest.raises(TypeError, match="does not take") as error:
+        take(scale)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda x: jaxmp.loss_scaling(optax.sgd(1.0), x),
+        lambda x: jaxmp.loss_scaling(x, "mixed_float16"),
+        lambda x: jaxmp.loss_scaling(optax.sgd(1.0), "float16", init_scale=x),
+        lambda x: jaxmp.static_loss_scale(optax.sgd(1.0), x),
+        lambda x: jaxmp.value_and_grad(jnp.sum, loss_scale=x)(jnp.ones(2)),
+        lambda x: jaxmp.nnx.value_and_grad(jnp.sum, loss_scale=x)(jnp.ones(2)),
+        lambda x: jaxmp.unscale(jnp.ones(2), x),
+        jaxmp.get_loss_scale,
+    ],
+)
+def test_a_loss_scale_of_another_library_is_refused_by_name(take, name):
+    assert refused(take, OTHERS[name]).startswith(f"jaxmp does not take a `{name}`, ")
+    if jax.tree.leaves(OTHERS[name]):  # its values are not known there
+        assert f"`{name}`" in refused(jax.jit(take), OTHERS[name])
+
+
+@pytest.mark.parametrize("name", [x for x in OTHERS if x[0] == "j"])
+def test_what_to_type_for_a_loss_scale_of_jmp_scales_as_it_did(name):
+    (line, option) = re.findall("`(.*?)`", refused(jaxmp.get_loss_scale, OTHERS[name]))[
+        1:
+    ]
+    assert option == "loss_scale=opt_state"
+    names = {"jaxmp": jaxmp, "optimizer": optax.sgd(1.0)}
+    exec(line, names)
+    finite = [True] * 7 + [False] * 4 + [True, True, False] + [True] * 3
+    theirs, expected = OTHERS[name], []
+    for ok in finite:
+        theirs = theirs.adjust(jnp.array(ok))
+        expected.append(float(theirs.loss_scale))
+    assert scales(names["tx"], finite) == expected
 
 
 # Injected hyperparameters
