@@ -72,9 +72,8 @@ def audit(  # pyright: ignore[reportInconsistentOverload]
       none: ``report.kept`` says why they stayed, and :func:`jaxmp.explain` why other
       operations did. Under a policy with float8, ``report.kept_16bit`` says why matmuls
       stayed in 16 bits.
-    * **Numerical risks**: ``report.hazards`` has the products whose use, as a phase
-      for one, 16 bits make wrong, or float32 at default precision; and numbers that
-      are 0 or Inf.
+    * **Numerical risks**: ``report.hazards`` has products whose use 16 bits make wrong,
+      or float32 at default precision; and numbers that are 0 or Inf.
     * **Not fused**: what ``report.attention`` and ``report.loss_heads`` have, and why.
     * **Compiled code**: ``audit(jax.jit(fun).lower(*args))`` reads what a GPU runs, and
       what it lacks; a :class:`CompiledReport`. A ``Compiled`` hides what XLA left out.
