@@ -25,6 +25,21 @@ MANY: Need = 1024
 # would round once more.
 SCALED: Need = 2048
 
+_NAMES = {
+    PRODUCT: "matmul",
+    HALF: "16-bit work",
+    HALF_BACK: "16-bit work of the backward pass",
+    FULL: "float32 work",
+    FULL_BACK: "float32 work of the backward pass",
+    DIGITS: "digits",
+    GATE: "gate",
+    REGION: "float32 region",
+    COMPARED: "comparison",
+    LATER: "float32 work later",
+    MANY: "many factors",
+    SCALED: "scaled",
+}
+
 _FORWARD = PRODUCT | HALF  # what takes 16 bits in the forward pass
 _TAKES_HALF = _FORWARD | HALF_BACK
 BACK = HALF_BACK | FULL_BACK
@@ -144,3 +159,8 @@ def handed_on(need: Need, *, squashed: bool = False) -> Need:
 def in_float32(need: Need) -> Need:
     """Returns the needs of a value that has to be float32 where it is handed over."""
     return need & ~_TAKES_HALF | FULL
+
+
+def in_words(need: Need) -> str:
+    """Returns the names of the consumers in a set, for the table of a plan."""
+    return ", ".join(name for kind, name in _NAMES.items() if need & kind) or "nobody"

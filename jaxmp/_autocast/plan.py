@@ -4,6 +4,25 @@ The analysis has gone from the end of the program to its beginning, and knows wh
 consumers of each value need. The plan goes forward, with facts of values and without
 arrays, and decides. The rules are in :mod:`jaxmp._autocast.rules`. What obeys is
 :mod:`jaxmp._autocast.emit`.
+
+A plan is printed as a table of its equations: how each runs, the dtype of what it
+returns, by which rule, and who reads that::
+
+    >>> def loss(w, x):
+    ...     h = x @ w["hidden"] + w["bias"]
+    ...     return jnp.log(jnp.abs(jnp.tanh(h) @ w["out"])).sum()
+    >>> w = {"hidden": jnp.ones((8, 8)), "bias": jnp.ones(8), "out": jnp.ones((8, 8))}
+    >>> jaxpr = jax.make_jaxpr(loss)(w, jnp.ones((4, 8)))
+    >>> planner = Planner(np.dtype(jnp.bfloat16), DEFAULT_OPS)
+    >>> print(planner.program(jaxpr, needs.DIGITS | needs.FULL))
+    dot_general       half     bfloat16   by 2, for 16-bit work
+    broadcast_in_dim  float32  float32    by 3, for 16-bit work
+    add               half     bfloat16   by 2, for 16-bit work
+    tanh              half     bfloat16   by 2, for matmul
+    dot_general       float32  float32    by 3, for float32 work, digits
+    abs               float32  float32    by 3, for float32 work, digits
+    log               float32  float32    by 3, for float32 work
+    reduce_sum        float32  float32    by 3, for float32 work, digits
 """
 
 import copy
@@ -114,6 +133,23 @@ class Plan:
     outs: tuple[Facts, ...]  # as it returns them
     ends: tuple[End, ...]  # what is done to them for that
     dtype: np.dtype  # the 16 bits in which it returns them
+
+    def __str__(self) -> str:
+        """Returns the table, with what an equation holds below it."""
+        return "\n".join(self._lines(""))
+
+    def _lines(self, indent: str) -> Iterator[str]:
+        for step in self.steps:
+            name = indent + step.eqn.primitive.name
+            if step.inside is not None:
+                yield name
+                for _, inner in step.inside.bodies:
+                    yield from inner._lines(indent + "  ")
+                continue
+            pairs = zip(step.outs, step.eqn.outvars, strict=True)
+            dtypes = ", ".join(str(x.dtype or var.aval.dtype) for x, var in pairs)
+            read = needs.in_words(step.need)
+            yield f"{name:18}{step.how:9}{dtypes:10} by {step.rule}, for {read}"
 
     def plans(self) -> Iterator["Plan"]:
         """Yields this plan and those in it, each once."""

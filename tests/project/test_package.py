@@ -45,7 +45,7 @@ HOUSES = {
     "core": ("_base _training _gradients", 4_297),
     "optimizers": ("_optimizers", 1_150),
     "devices": ("_devices", 925),
-    "engine": ("_jaxprs _ops _attention _head _autocast", 9_870),
+    "engine": ("_jaxprs _ops _attention _head _autocast", 9_930),
     "residuals": ("_residuals", 790),
     "tools": ("_compiled _diagnosis", 8_165),
 }
