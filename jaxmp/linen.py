@@ -7,22 +7,26 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import jmp
-from flax.linen.dtypes import promote_dtype
 from jax.ad_checkpoint import checkpoint_name
 
 from ._attention.for_flax import attend_as_flax
 from ._attention.function import Implementation, as_arrays
 from ._base.checks import check_function, short
-from ._base.names import missing
+from ._base.names import missing, not_installed
 from ._base.policy import PolicyLike, casting_policy
 from ._base.tree import cast_tree, is_floating_array, path_name
 from ._devices.gather import gather as _gather
 from ._diagnosis.activations import activation_gradients as _activation_gradients
 from ._gradients.grad import cast_around as _cast_around
+
+try:
+    import flax.linen as nn
+    from flax.linen.dtypes import promote_dtype
+except ModuleNotFoundError as _error:
+    raise not_installed(__name__, "Flax", "flax") from _error
 
 __all__ = [
     "activation_gradients",

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any, Never, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from flax.nnx.nn.dtypes import promote_dtype
 
 from ._attention.for_flax import attend_as_flax
 from ._attention.function import Implementation, as_arrays
 from ._autocast.autocast import autocast as _autocast
 from ._base.checks import as_positions, as_tuple, explains, short
 from ._base.modules import module_scopes
-from ._base.names import missing
+from ._base.names import missing, not_installed
 from ._base.objects import refuse_integers
 from ._base.policy import Policy, PolicyLike, casting_policy, get_policy
 from ._base.tree import AxisName, choose, is_floating_array, path_name
@@ -34,6 +32,12 @@ from ._gradients.differentiate import (
 )
 from ._jaxprs.state import handed_back
 from ._training.loss_scale_state import UNSCALED, skipped_in
+
+try:
+    from flax import nnx
+    from flax.nnx.nn.dtypes import promote_dtype
+except ModuleNotFoundError as _error:
+    raise not_installed(__name__, "Flax", "flax") from _error
 
 __all__ = ["autocast", "dot_product_attention", "gather", "value_and_grad"]
 

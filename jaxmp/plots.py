@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from ._base.checks import as_scale, check_positive, describe
 from ._base.dtypes import as_dtype, is_narrow
+from ._base.names import not_installed
 from ._diagnosis.exponents import RecordRangesState, exponent_histogram
 from ._diagnosis.overflow.report import OverflowReport
 from ._diagnosis.ranges import range_report, suggest_loss_scale
@@ -27,9 +28,7 @@ from ._training.loss_scale_state import LossScaleState, get_loss_scale_state, sc
 try:
     from matplotlib.axes import Axes
 except ModuleNotFoundError as _error:
-    raise ModuleNotFoundError(
-        "`jaxmp.plots` needs matplotlib. Install it with pip install 'jaxmp[plot]'"
-    ) from _error
+    raise not_installed(__name__, "matplotlib", "plot") from _error
 
 __all__ = ["exponents", "loss_scale", "overflow", "sensitivity"]
 

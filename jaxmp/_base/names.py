@@ -138,3 +138,11 @@ def refuse_other_scale(x: Any) -> None:
         f"loss scale: type `tx = jaxmp.{ours}(optimizer{options})`, and `loss_scale="
         "opt_state` for the gradients, which come back unscaled."
     )
+
+
+def not_installed(front_end: str, library: str, extra: str) -> ModuleNotFoundError:
+    """Returns the error of a front end whose library is not there, or too old."""
+    return ModuleNotFoundError(
+        f"`{front_end}` needs {library}, which the rest of jaxmp does not. Install it: "
+        f"pip install 'jaxmp[{extra}]'"
+    )

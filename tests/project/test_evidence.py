@@ -250,23 +250,11 @@ def test_the_memory_on_the_page_of_residuals_was_counted():
         [row[checkpoint][part] / row[plain][part] for row in again.values()]
         for part in ("temp", "bytes")
     )
-    assert f"Of these, {len(again)} recompute no layer by themselves" in page
-    assert f"they take {span(memory)} of the memory, half" in page
-    assert (
-        f"at most {np.median(memory):.2f}. Their memory traffic is {span(moved)} times"
-        in page
-    )
-    pairs = [(row[int8], row[checkpoint]) for row in again.values()]
-    more = sum(x["bytes"] < y["bytes"] for x, y in pairs)
-    less = sum(x["temp"] < y["temp"] for x, y in pairs)
-    assert f'higher than with `"int8"` in {more}. `"int8"` takes less' in page
-    assert f"less memory than `nn.remat` in {less}, mostly" in page
-    exact = {row["network"]: row for row in errors}
-    alone, both = (
-        [exact[name][form] / exact[name][plain] for name in again]
-        for form in (checkpoint, steps.BOTH)
-    )
-    assert f"{span(alone)} times as far from float32, and {span(both)} times" in page
+    assert f"the {len(again)} that recompute none by themselves" in page
+    assert f"take {span(memory)} of the memory. Their" in page
+    assert f"traffic is {span(moved)} times that of bfloat16. `" in page
+    less = sum(row[int8]["temp"] < row[checkpoint]["temp"] for row in again.values())
+    assert f'`"int8"` takes less memory in {less}, mostly' in page
     trained = found["trained"]["rows"]
     assert len(trained) == 3
     for row in trained:

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 
 import jax
@@ -42,7 +43,7 @@ PACKAGES = (
 # Each house with its packages and the lines that it may have, docstrings and comments
 # too: more of them need a reason.
 HOUSES = {
-    "core": ("_base _training _gradients", 4_297),
+    "core": ("_base _training _gradients", 4_305),
     "optimizers": ("_optimizers", 1_150),
     "devices": ("_devices", 925),
     "engine": ("_jaxprs _ops _attention _head _autocast", 9_930),
@@ -314,6 +315,67 @@ def test_importing_everything_loads_no_front_end():
 def test_a_front_end_is_imported_by_its_use():
     expected = [(f"jaxmp.{name}", "True") for name in sorted(FRONT_ENDS)]
     assert printed()["front ends"] == [word for pair in expected for word in pair]
+
+
+# The core, and what the front ends say, where their libraries are not installed.
+WITHOUT = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Missing(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("flax", "matplotlib"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+import jax, jax.numpy as jnp, optax, jaxmp
+
+tx = jaxmp.loss_scaling(optax.adam(0.1), "mixed_float16")
+params = {"w": jnp.ones((16, 16))}
+state, x = tx.init(params), jnp.ones((16, 16))
+
+@jax.jit
+def step(params, state, x):
+    grad_fn = jaxmp.value_and_grad(
+        lambda p, x: jnp.mean((x @ p["w"]) ** 2),
+        loss_scale=state, accum_steps=2, batch_argnums=1,
+    )
+    loss, grads = jaxmp.autocast(grad_fn, "mixed_float16")(params, x)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss
+
+params, state, loss = step(params, state, x)
+assert loss == 256 and jaxmp.last_step_finite(state)
+assert jaxmp.audit(step)(params, state, x).fraction_16bit == 1
+str(jaxmp.explain(step)(params, state, x))
+assert jaxmp.find_overflow(step)(params, state, x).first is None
+jaxmp.sensitivity(lambda p, x: jnp.sum(x @ p["w"]), "mixed_float16")(params, x)
+jaxmp.scalars(state), jaxmp.range_report(params), jaxmp.stochastic_rounding(tx)
+assert not [x for x in sys.modules if x.split(".")[0] == "flax"]
+for name in ("linen", "nnx", "plots"):
+    try:
+        getattr(jaxmp, name)
+    except ModuleNotFoundError as error:
+        print(error)
+"""
+
+
+def test_the_core_runs_without_flax_and_the_front_ends_say_what_to_install():
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT], capture_output=True, text=True
+    )
+    assert run.stdout.splitlines() == [
+        f"`jaxmp.{name}` needs {library}, which the rest of jaxmp does not. Install "
+        f"it: pip install 'jaxmp[{extra}]'"
+        for name, library, extra in [
+            ("linen", "Flax", "flax"),
+            ("nnx", "Flax", "flax"),
+            ("plots", "matplotlib", "plot"),
+        ]
+    ], run.stderr
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    assert {"flax", "plot"} <= project["optional-dependencies"].keys()
+    assert not [x for x in project["dependencies"] if x.startswith("flax")]
 
 
 def test_help_is_a_page_with_a_program_and_every_public_name():
