@@ -149,7 +149,7 @@ class Plan:
             pairs = zip(step.outs, step.eqn.outvars, strict=True)
             dtypes = ", ".join(str(x.dtype or var.aval.dtype) for x, var in pairs)
             read = needs.in_words(step.need)
-            yield f"{name:18}{step.how:9}{dtypes:10} by {step.rule}, for {read}"
+            yield f"{name:17} {step.how:8} {dtypes:10} by {step.rule}, for {read}"
 
     def plans(self) -> Iterator["Plan"]:
         """Yields this plan and those in it, each once."""
