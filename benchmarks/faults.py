@@ -1,4 +1,4 @@
-"""How many planted faults `jaxmp.find_overflow` names, and its advice cures.
+"""How many planted faults `jaxmp.find_overflow` names, and its advice fixes.
 
 Random small programs with one fault each, and sound ones: see
 `benchmarks.networks.planted`.
@@ -39,10 +39,10 @@ def count(kind: str, programs: int) -> dict[str, Any]:
         found["programs"] += 1
         found["named"] += planted.names_it(program, report)
         if kind != planted.NOTHING:
-            found["cured"] += planted.is_cured(program, report)
-    cured = None if kind == planted.NOTHING else found["cured"]
+            found["fixed"] += planted.is_cured(program, report)
+    fixed = None if kind == planted.NOTHING else found["fixed"]
     row = {"planted": kind, "programs": found["programs"], "named": found["named"]}
-    return row | {"cured": cured}
+    return row | {"fixed": fixed}
 
 
 def tables(found: Mapping[str, Any]) -> Iterator[Table]:

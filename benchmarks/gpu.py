@@ -375,22 +375,24 @@ def by_case(result: Mapping[str, Any]) -> dict[tuple[str, str, str], Any]:
 
 
 def gains(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Returns a row for each network: autocast in bfloat16 beside TF32 and by hand."""
+    """Returns a row for each network: autocast beside TF32 and pure bfloat16."""
     found = results.by_form(x for x in rows if x["dtype"] == "bfloat16")
     return [
         {
             "network": NAMES.get(name, name),
             "TF32": f"{forms['float32']['ms']['median']:.1f} ms",
             "autocast": f"{forms[AUTOCAST]['ms']['median']:.1f} ms",
-            "times as fast": f"{forms[AUTOCAST]['TF32 over it']:.2f}",
-            "memory": results.ratio(
-                forms[AUTOCAST]["peak MiB"], forms["float32"]["peak MiB"]
-            ),
-            "by hand": f"{forms[FLOOR]['ms']['median']:.1f} ms",
+            "speedup": f"{forms[AUTOCAST]['TF32 over it']:.2f}x",
+            "memory": f"{_memory(forms):.0%}",
+            "pure bfloat16": f"{forms[FLOOR]['ms']['median']:.1f} ms",
         }
         for name, forms in found.items()
         if {"float32", AUTOCAST, FLOOR} <= set(forms)
     ]
+
+
+def _memory(forms: Mapping[str, Any]) -> float:
+    return forms[AUTOCAST]["peak MiB"] / forms["float32"]["peak MiB"]
 
 
 def _row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -401,7 +403,7 @@ def _row(row: Mapping[str, Any]) -> dict[str, Any]:
         "dtype": kinds.get(row["form"], row["dtype"]),
         "ms": f"{row['ms']['median']:.2f}",
         "relative to by hand": results.ratio(row[f"of {FLOOR}"], 1),
-        "times as fast as TF32": results.ratio(row["TF32 over it"], 1),
+        "speedup over TF32": results.ratio(row["TF32 over it"], 1),
         "temporary MiB": f"{row['temporary MiB']:.0f}",
         "trace s": "" if traced is None else f"{traced:.1f}",
         "compile s": f"{row['compile s']:.0f}",

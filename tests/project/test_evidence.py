@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import evidence, gpu, price
+from benchmarks import evidence, gpu, picture, price
 from benchmarks.counting import steps
 from benchmarks.counting.results import by_form
 from benchmarks.networks.families import FAMILIES, Rematerialised
@@ -85,12 +85,26 @@ def test_what_the_first_page_says_is_gained_was_timed():
     rows = {x["network"]: x for x in gpu.gains([*timed().values()])}
     page = words(INDEX)
     for name, said in (
-        ("GPT, 163M parameters", "a GPT with 163M parameters then trains"),
-        ("ResNet-50", "a ResNet-50"),
+        ("GPT, 163M parameters", "a 163M-parameter GPT trains {}x faster in {} of the"),
+        ("GPT, 163M parameters, cuDNN's attention", "({}x and {} with [fused"),
+        ("ResNet-50", "a ResNet-50 {}x faster in {}."),
     ):
-        row = rows[name]
-        times, memory = row["times as fast"], row["memory"]
-        assert re.search(f"{said} {times} times as fast, in {memory}", page)
+        speedup = float(rows[name]["speedup"].removesuffix("x"))
+        assert said.format(f"{speedup:.1f}", rows[name]["memory"]) in page
+
+
+def test_the_picture_is_what_its_command_draws_and_has_the_numbers_of_the_table():
+    cure = "Type `python -m benchmarks picture`."
+    shown = picture.PICTURE.read_text()
+    assert shown == picture.picture(results("gpu")), cure
+    for row in gpu.gains([*timed().values()]):
+        for cell in f"{row['autocast']}, {row['speedup']}", f"GiB, {row['memory']}":
+            assert f"{cell}<" in shown
+    for row in results("gpu")[H100]["rows"]["torch"]:
+        assert f">{row['ms']['median']:.1f} ms, " in shown
+    width = int(re.search(r'viewBox="0 0 (\d+) ', shown)[1])
+    for x, said in re.findall(r'<text[^>]* x="(\d+)"[^>]*>([^<]*)<', shown):
+        assert int(x) + 8.5 * len(said) < width + 8  # letters of 15 pixels
 
 
 def test_what_was_timed_is_said_of_other_libraries():
@@ -98,13 +112,14 @@ def test_what_was_timed_is_said_of_other_libraries():
 
     def span(rows, *forms):
         found = [x["of by hand"] for key, x in rows.items() if key[1] in forms]
-        return f"{min(found):.2f} to {max(found):.2f}"
+        return f"{100 * min(found) - 100:.0f} to {max(found) - 1:.0%}"
 
     others = span(first, "jmp", "flax DynamicScale", "mpx")
-    assert f"jmp, Flax and mpx take {others} of the time" in page
+    assert f"jmp, Flax and mpx are {others} slower than pure bfloat16" in page
     cast = span(first, "jaxmp cast", "jaxmp modules")
     ours = span(rows, "jaxmp autocast")
-    assert f"cast with jaxmp takes {cast}, autocast {ours}" in page
+    assert f"model of jaxmp is {cast} slower, autocast {ours}." in page
+    assert f"That costs {ours} of a pure bfloat16 step's time" in words(README)
     paid = {
         name: row["of by hand"]
         for (name, form, dtype), row in rows.items()
@@ -207,6 +222,8 @@ def test_the_errors_on_the_performance_page_were_measured():
     further = {name: x for name, x in ratios.items() if x > 1}
     nearer = len(ratios) - len(further)
     assert f"in {nearer} of {len(ratios)}." in words(PERFORMANCE)
+    assert f"gradients of {nearer} networks of {len(ratios)} are nearer" in words(README)
+    assert f"with {mean(ratios.values()):.2f} times the error" in words(README)
     for name, ratio in further.items():
         assert f"In a {name} they are {ratio:.2f} times as far" in words(PERFORMANCE)
 
