@@ -602,19 +602,23 @@ class Planner:
         while True:
             given[start:stop] = carried
             streams = {}
-            if kind == "scan" and stores:
+            if kind == "scan" and not row.back:
                 ahead = consumers.forward
                 streams = _streams(eqn, ahead, body, demand, carried, within)
-            for i in streams.values():
-                given[start + i] = Facts(dtype, exact=carried[i])
             ends = _ends(eqn, demand, carried, stacks)
-            ends = tuple(replaced(ends, streams, ["half"] * len(streams)))
+            if stores:
+                for i in streams.values():
+                    given[start + i] = Facts(dtype, exact=carried[i])
+                ends = tuple(replaced(ends, streams, ["half"] * len(streams)))
             inner = self._body(body, given, demand, ends, scopes)
             before = carried  # a body that returns float32, or has computed, decides
             pairs = zip(before, inner[1].outs, strict=False)
             carried = [facts.one_of(pair) for pair in pairs]
             if carried == before:
                 break
+        if stacks == "ranged":
+            done = replaced(inner[1].ends, streams, ["ranged"] * len(streams))
+            inner = inner[0], dataclasses.replace(inner[1], ends=tuple(done))
         passed[start:stop] = [x.dtype or "wide" for x in carried]
         bodies = [inner]
         for body in tests:

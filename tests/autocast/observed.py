@@ -13,7 +13,7 @@ from jaxmp._autocast import needs, rules
 from jaxmp._autocast.plan import Plan, Planner
 from jaxmp._jaxprs import jaxpr as _jaxpr
 from jaxmp._jaxprs.scopes import Scopes, inside, is_backward, is_decided
-from jaxmp._ops import table
+from jaxmp._ops import products, table
 from jaxmp._ops.precision import own_precisions
 
 # Safeguards that keep whole operations as they were written.
@@ -152,7 +152,10 @@ class _Program:
         back = is_backward(eqn, scopes)
         kept, params = is_decided(around), eqn.params
         role = "move" if table.picks(eqn) or table.retypes(eqn) else ""
-        role = "matmul" if step and step.kind == "product" else role
+        # Autocast has written products of a loop as one behind it, with these operands.
+        behind = not known and products.sums_over_iterations(eqn)
+        is_product = step.kind == "product" if step else behind
+        role = "matmul" if is_product else role
         within = inside(eqn, around)
         kind = _jaxpr.call_kind(eqn)
         rule = step.rule if step else holder
@@ -254,6 +257,8 @@ class _Program:
                 results.append(new("stack of scan", [outs[i]], var, facts.get(var)))
                 if i < len(ends) and ends[i] == "ranged":
                     results[-1].safeguard = rules.RANGE
+                    if outs[i] in given:  # what it carries is stacked
+                        outs[i].safeguard = rules.RANGE
         for test in tests:
             variables = _jaxpr.in_vars(test.jaxpr)
             seen = [
@@ -363,6 +368,6 @@ def seen_in_16_bits(values: Sequence[Value]) -> set[Value]:
             (r.role == "matmul" and place < 2) or (r.role == "move" and r in found)
             for r, place in x.consumers
         )
-        if x.half or (x.consumers and not x.returned and all(takes)):
+        if x.half or (not x.returned and all(takes)):
             found.add(x)
     return found

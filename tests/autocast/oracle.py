@@ -47,6 +47,8 @@ ROUNDED |= SORTS | ORDERS | ARITHMETIC - {"sqrt", "rem"} | {"out of custom"}
 ELEMENTWISE = ARITHMETIC | SORTS
 ELEMENTWISE |= named("convert_element_type reduce_precision integer_pow square")
 OF_GRADIENTS = {"mul", "div", "add", "sub", "add_any"}
+# What loops, branches and rules of their own return.
+RETURNED = {"carry", "last", "stack of scan", "branches", "out of custom"}
 
 
 def allowed(
@@ -108,14 +110,17 @@ class Sentences:
         self.regions = regions | {v for v in values if v.kept}
         self.matmuls = {v for v in values if is_product(v)} - self.regions
         self.numbers, self.made, self.masks = set[Value](), set[Value](), set[Value]()
-        self.products, self.gradients = set[Value](), set[Value]()
+        self.products, self.powers = set[Value](), set[Value]()
+        self.alike, self.gradients = set[Value](), set[Value]()
         self.factors = set[Value]()
         until(self.is_number, self.numbers, values)
         until(self.is_no_input, self.made, values)
         until(self.is_mask, self.masks, values)
         until(self.is_made_of_products, self.products, values)
+        until(self.is_made_by_powers, self.powers, values)
         self.back = {v for v in values if v.back}
         until(self.is_slope, self.back, reversed(values))
+        until(self.is_alike, self.alike, values)
         until(self.is_gradient, self.gradients, values)
         self.handed_on = self.all_handed_on()
         self.exact = {v for v in values if v.returned} | self.handed_on
@@ -131,7 +136,7 @@ class Sentences:
             until(self.feeds_a_matmul, self.feeding, reversed(values))
             for v in sorted(self.bits, key=lambda v: v.number):
                 plain = self.sentence_2(v)
-                if not plain or self.is_for_backward(v):
+                if not plain or self.is_for_backward(v) or self.is_stored(v):
                     self.firm.discard(v)
                 if not (plain or self.sentence_5(v)):
                     self.bits.discard(v)
@@ -283,7 +288,7 @@ class Sentences:
         wide = any(
             how == "in float32" or (how == "by arithmetic" and r not in self.bits)
             for r, how in readers
-            if r not in self.back
+            if r not in self.back or r in self.handed_on
         )
         return v not in self.exact and any(
             how == "in 16 bits" or (r in self.feeding and not (wide and r in self.back))
@@ -304,8 +309,22 @@ class Sentences:
         if v.op == "add":
             others = [x for x in v.of if x not in self.bits]
             return len(others) < len(v.of) and all(self.is_bias(x, v) for x in others)
-        known = v in self.matmuls or v.op in ACTIVATIONS
-        return known or (self.is_arithmetic(v) and self.is_made_of(v, self.firm))
+        if v.op in ACTIVATIONS and (v in self.powers or not self.is_read_later(v)):
+            return True
+        made = self.is_arithmetic(v) and self.is_made_of(v, self.firm)
+        return v in self.matmuls or made
+
+    def is_read_later(self, v: Value) -> bool:
+        """Says if float32 reads it, or what arithmetic made that feeds a matmul."""
+        forward = [(r, how) for r, how in self.readers[v] if r not in self.back]
+        return any(
+            how == "in float32"
+            or (
+                how == "by arithmetic"
+                and (r not in self.feeding or self.is_read_later(r))
+            )
+            for r, how in forward
+        )
 
     def is_made_of(self, v: Value, found: set[Value]) -> bool:
         of = v.of if v.op == "branches" else self.arguments(v)
@@ -318,6 +337,11 @@ class Sentences:
             return added and any(x in self.products for x in v.of)
         passed = self.is_move(v) or self.is_arithmetic(v)
         return v in self.matmuls or (passed and self.is_made_of(v, self.products))
+
+    def is_made_by_powers(self, v: Value) -> bool:
+        """Says the same of arithmetic, moves and powers."""
+        passed = self.is_move(v) or v.op in ARITHMETIC | {"integer_pow", "square"}
+        return v in self.products or (passed and self.is_made_of(v, self.powers))
 
     # To sentence 4: loops
 
@@ -363,13 +387,23 @@ class Sentences:
         stack = v.op == "stack of scan"
         if self.is_move(v) and (not stack or self.is_made_of(v, self.bits)):
             return self.is_made_of(v, self.bits)
-        if v in self.exact or v not in self.made:
+        if self.is_exact_before(v) or v not in self.made:
             return False
         readers = self.read(v, scaled=True)
-        alone = all(r in self.back or how == "in 16 bits" for r, how in readers)
+        back = self.back - self.handed_on
+        alone = all(r in back or how == "in 16 bits" for r, how in readers)
         matmul = any(how == "in 16 bits" for _, how in readers)
-        stacked = stack and v not in self.back and v.of[0] not in self.exact
+        stacked = stack and v not in self.back
         return (alone and (matmul or stacked)) or self.is_summed_gradient(v)
+
+    def is_exact_before(self, v: Value) -> bool:
+        """Says if a value is read exactly, or what a loop or a branch returns as it."""
+        if v in self.exact:
+            return True
+        of = v.of[1:] if v.op == "last" else v.of
+        return v.op in RETURNED - {"carry"} and any(
+            isinstance(x, Value) and self.is_exact_before(x) for x in of
+        )
 
     def is_computed_again(self, v: Value) -> bool:
         """Says if a scan stacks what it carries, and a checkpoint reads the stack."""
@@ -379,25 +413,52 @@ class Sentences:
         slices = [r for s in stacks for r, _ in s.consumers if r.back]
         return any(r.op == "into checkpoint" for s in slices for r, _ in s.consumers)
 
+    def is_alike(self, v: Value) -> bool:
+        """Says if a value of the backward pass repeats entries, or is made of such."""
+        if v not in self.back or v.op in RETURNED:
+            return False
+        of = [x for x in v.of if not self.is_a_number(x)]
+        longer = v.op == "broadcast_in_dim" and prod(of[0].shape if of else ()) != prod(
+            v.shape
+        )
+        if longer or v.op in ("tile", "gather"):
+            return True
+        if v in self.matmuls:
+            return len(of) < len(v.of) or any(x in self.alike for x in of)
+        return bool(of) and all(x in self.alike for x in of)
+
     def is_gradient(self, v: Value) -> bool:
-        summed = self.is_move(v) or v.op in OF_GRADIENTS
-        made = summed and any(x in self.gradients for x in self.arguments(v))
-        return v in self.back and (v in self.matmuls or v.op == "carry" or made)
+        if v not in self.back or v.op in RETURNED:
+            return False
+        moved = self.is_move(v) and any(x in self.gradients for x in self.arguments(v))
+        return v in self.matmuls or moved or self.is_made_of_gradients(v)
+
+    def is_made_of_gradients(self, v: Value) -> bool:
+        of = self.arguments(v)
+        own = any(x in self.gradients and x not in self.alike for x in of)
+        return v.op in OF_GRADIENTS and own and all(x in self.made for x in of)
 
     def is_summed_gradient(self, v: Value) -> bool:
         of, readers = self.arguments(v), self.readers[v]
         others = [(r, how) for r, how in readers if how != "in 16 bits"]
         feeding = [how == "by arithmetic" and r in self.feeding for r, how in others]
-        made = any(x in self.gradients for x in of) and v.op in OF_GRADIENTS
-        made = made and not any(self.is_softmax(x) for x in of)
-        alone = v in self.back and all(r in self.back for r, _ in readers)
+        made = self.is_made_of_gradients(v) and not any(map(self.is_softmax, of))
+        back = self.back - self.handed_on
+        alone = v in self.back and all(r in back for r, _ in readers)
         return made and alone and any(feeding) and not all(feeding)
 
     def is_softmax(self, v: Value) -> bool:
-        """Says if a value is a quotient of an exponential, and stored."""
+        """Says if a value is, or is given by, a stored quotient of an exponential."""
+        while v.op in PASSES and len(v.of) == 1:
+            v = v.of[0]
         divided = v.op == "div" and isinstance(v.of[0], Value) and v.of[0].op == "exp"
         return divided and v in self.bits - self.firm
 
     def is_for_backward(self, v: Value) -> bool:
-        stacked = v.op == "stack of scan" and v not in self.back
-        return stacked and all(r in self.back for r, _ in self.readers[v])
+        stack = v.op == "stack of scan"
+        return stack and any(r in self.back for r, _ in self.readers[v])
+
+    def is_stored(self, v: Value) -> bool:
+        """Says if an activation of a float32 value is stored."""
+        made = self.is_made_of(v, self.firm)
+        return v.op in ACTIVATIONS and not made and self.sentence_5(v)
