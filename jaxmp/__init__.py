@@ -28,6 +28,7 @@ Dtypes      explain Explanation ExplainedLine
             WrittenHead
 Faults      find_overflow OverflowReport Fault OperationRange
 Errors      sensitivity SensitivityReport ModuleSensitivity
+            parity ParityReport ModuleParity OutputParity named_values
 Ranges      range_report RangeReport RangeStats suggest_loss_scale record_ranges
             RecordRangesState exponent_histogram activation_gradients
 Memory      with_state_dtype cast_state StateDtypeState Int8Blocks
@@ -96,6 +97,8 @@ _HOMES = {
     ),
     "_diagnosis.overflow.overflow": ("find_overflow",),
     "_diagnosis.overflow.report": ("Fault", "OperationRange", "OverflowReport"),
+    "_diagnosis.parity.parity": ("named_values", "parity"),
+    "_diagnosis.parity.report": ("ModuleParity", "OutputParity", "ParityReport"),
     "_diagnosis.ranges": (
         "RangeReport",
         "RangeStats",
@@ -148,6 +151,11 @@ if _typing.TYPE_CHECKING:  # or every name would be a good one
     from ._diagnosis.overflow.report import Fault as Fault
     from ._diagnosis.overflow.report import OperationRange as OperationRange
     from ._diagnosis.overflow.report import OverflowReport as OverflowReport
+    from ._diagnosis.parity.parity import named_values as named_values
+    from ._diagnosis.parity.parity import parity as parity
+    from ._diagnosis.parity.report import ModuleParity as ModuleParity
+    from ._diagnosis.parity.report import OutputParity as OutputParity
+    from ._diagnosis.parity.report import ParityReport as ParityReport
     from ._diagnosis.ranges import RangeReport as RangeReport
     from ._diagnosis.ranges import RangeStats as RangeStats
     from ._diagnosis.ranges import range_report as range_report

@@ -45,6 +45,8 @@ _TRACING = tuple(
         "_diagnosis/audit/audit",
         "_diagnosis/explain/explain",
         "_diagnosis/overflow/overflow",
+        "_diagnosis/parity/program",
+        "_diagnosis/parity/parity",
         "_diagnosis/sensitivity/sensitivity",
         "_diagnosis/sensitivity/switches",
         "_jaxprs/flatten",

@@ -68,6 +68,16 @@ class Replay:
         """Returns what was seen in a body, of which this is the replay, at its end."""
         return ()
 
+    def beside(self) -> Any:
+        """Returns arrays, stacked, of which each iteration of a loop gets its own.
+
+        Of the body of a scan, of which this is the replay; :meth:`take` gets them.
+        """
+        return ()
+
+    def take(self, beside: Any) -> None:
+        """Takes what an iteration gets beside its inputs."""
+
     def results(
         self, eqn: Equation, arrays: list[Any], bodies: list[Body]
     ) -> list[Any]:
@@ -152,16 +162,19 @@ class Replay:
             x if x.dtype == y.dtype else x.update(dtype=y.dtype) for x, y in pairs
         ]
         outside = [*ins[:n_consts], *[None] * n_carry, *ins[first:]]
-        run = Traced(body, [*consts, *carry, *slices], outside, slices=len(xs))
+        every = body.replay.beside()
+        one = jax.tree.map(lambda x: jax.typeof(x).update(shape=x.shape[1:]), every)
+        arrays = [*consts, *carry, *slices]
+        run = Traced(body, arrays, outside, beside=one, slices=len(xs))
 
-        def step(carried, xs):
-            carry, state = carried
-            outs, seen = run([*consts, *carry, *xs])
+        def step(carried, given):
+            (carry, state), (xs, beside) = carried, given
+            outs, seen = run([*consts, *carry, *xs], beside)
             state, seen = self.after(state, seen)
             return (outs[:n_carry], state), (outs[n_carry:], seen)
 
         state = self.first(run.types, eqn.params["length"])
-        (carry, state), (ys, seen) = scan(eqn, step, (carry, state), xs)
+        (carry, state), (ys, seen) = scan(eqn, step, (carry, state), (xs, every))
         body.seen = state, seen
         return [*carry, *ys]
 
@@ -306,15 +319,23 @@ class Traced:
     """
 
     def __init__(
-        self, body: Body, arrays: Sequence[Any], outside: Sequence[Any], **options
+        self,
+        body: Body,
+        arrays: Sequence[Any],
+        outside: Sequence[Any],
+        beside: Any = (),
+        **options,
     ):
-        def fun(*arrays):
+        def fun(arrays, beside):
+            body.replay.take(beside)
             return body.run(arrays, outside, **options)
 
-        self.jaxpr, shapes = jax.make_jaxpr(fun, return_shape=True)(*arrays)
+        traced = jax.make_jaxpr(fun, return_shape=True)
+        self.jaxpr, shapes = traced([*arrays], beside)
         self.tree, self.types = jax.tree.structure(shapes), shapes[1]
 
-    def __call__(self, arrays: Sequence[Any]) -> Any:
+    def __call__(self, arrays: Sequence[Any], beside: Any = ()) -> Any:
+        arrays = [*arrays, *jax.tree.leaves(beside)]
         return self.rebuilt(_jaxpr.jaxpr_as_fun(self.jaxpr)(*arrays))
 
     def rebuilt(self, outs: Sequence[Any]) -> Any:

@@ -254,6 +254,8 @@ sorts = _has("sort")  # returns some of the numbers it was given, or their place
 holds = _has("move", "send", "choice", "to whole")
 is_arithmetic = _has("arithmetic", "steep")  # each entry of one of each operand
 is_sum = _has("sum", "pooling")
+# Computes what its dtype has to round.
+rounds = _has("matmul", "arithmetic", "steep", "sum", "pooling", "solver", "opaque")
 
 # Traits.
 _copies = _has("copies")

@@ -79,6 +79,8 @@ LARGE = {
 # What each name of a parameter takes, where it must be given and nothing is wrong.
 GOOD = {
     "fun": loss_fn,
+    "reference": loss_fn,
+    "other": loss_fn,
     "module": nn.Dense,
     "model": nn.Dense(2),
     "policy": "mixed_float16",
