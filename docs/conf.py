@@ -12,6 +12,9 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jaxmp
 
+for name in jaxmp.__all__:  # a class has its public module once it is loaded
+    getattr(jaxmp, name)
+
 project = "jaxmp"
 author = "the jaxmp authors"
 copyright = f"2026, {author}"
