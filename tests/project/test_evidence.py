@@ -248,14 +248,17 @@ def test_the_memory_on_the_page_of_residuals_was_counted():
     def span(numbers):
         return f"{min(numbers):.2f} to {max(numbers):.2f}"
 
+    def shares(numbers):
+        return f"{100 * min(numbers):.0f} to {max(numbers):.0%}"
+
     memory, moved = (
         [row[int8][part] / row[plain][part] for row in rows]
         for part in ("temp", "bytes")
     )
     away = [row[int8] / row[plain] for row in errors]
     assert f"In {len(names)} networks" in page
-    assert f"takes {span(memory)} of the temporary memory" in page
-    assert f"half of them at most {np.median(memory):.2f}." in page
+    assert f"takes {shares(memory)} of the temporary memory" in page
+    assert f"half of them at most {np.median(memory):.0%}." in page
     assert f"memory traffic is {span(moved)} times that" in page
     assert f"half of them at most {np.median(moved):.2f} times" in page
     assert f"{span(away)} times that of bfloat16" in page
@@ -269,7 +272,7 @@ def test_the_memory_on_the_page_of_residuals_was_counted():
         for part in ("temp", "bytes")
     )
     assert f"the {len(again)} that recompute none by themselves" in page
-    assert f"take {span(memory)} of the memory. Their" in page
+    assert f"take {shares(memory)} of the memory. Their" in page
     assert f"traffic is {span(moved)} times that of bfloat16. `" in page
     less = sum(row[int8]["temp"] < row[checkpoint]["temp"] for row in again.values())
     assert f'`"int8"` takes less memory in {less}, mostly' in page
@@ -294,7 +297,8 @@ def test_what_to_take_instead_of_residuals_in_eight_bits_was_timed():
     def shares(network, form):
         one, plain = rows[network, form], rows[network, "jaxmp autocast"]
         memory = one["temporary MiB"] / plain["temporary MiB"]
-        return f"{memory:.2f} and {one['ms']['median'] / plain['ms']['median']:.2f}"
+        longer = one["ms"]["median"] / plain["ms"]["median"] - 1
+        return f"{memory:.0%} and {longer:+.0%}"
 
     names = (steps.CHECKPOINT, steps.INT8, steps.BOTH)
     again, ours, both = (shares("gpt-160m, fused", x) for x in names)
@@ -319,8 +323,8 @@ def test_what_a_backward_pass_in_bfloat16_costs_was_timed():
     times = [x["ms"]["median"] / y["ms"]["median"] for x, y in pairs]
     memory = [x["peak MiB"] / y["peak MiB"] for x, y in pairs]
     page = words(ROOT / "docs/loss_scaling.md")
-    assert f"takes {min(times):.2f} to {max(times):.2f} times as long as" in page
-    assert f"in {min(memory):.2f} to {max(memory):.2f} of the memory" in page
+    assert f"takes {100 * min(times) - 100:.0f} to {max(times) - 1:.0%} longer" in page
+    assert f"in {100 * min(memory):.0f} to {max(memory):.0%} of the memory" in page
 
 
 def test_how_far_a_backward_pass_in_bfloat16_is_from_float32_was_computed():
@@ -341,9 +345,9 @@ def test_what_attention_by_cudnn_saves_was_timed():
             timed()[x, steps.AUTOCAST, "bfloat16"]["ms"]["median"]
             for x in (name, f"{name}, fused")
         )
-        said.append(f"{fused / written:.2f}")
+        said.append(f"{written / fused:.2f}x")
     gpt, llama, vit = said
-    expected = f"takes {gpt} of the time with it, Llama {llama}, and ViT {vit}:"
+    expected = f"the GPT is {gpt} faster with it, Llama {llama}, and ViT {vit}:"
     assert expected in words(PERFORMANCE)
 
 
