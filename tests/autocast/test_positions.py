@@ -66,7 +66,7 @@ ADDS = {
     "in a checkpoint": jax.checkpoint(moved),
     "by rows": jax.vmap(moved, (None, 0, 0)),
     "a column": lambda w, x, f: moved(w, x[:, :1], f),
-    "a template of a batch": lambda w, x, f: moved(w, x, f[None])[0],
+    "a template of a batch": lambda w, x, f: moved(w, x, jnp.stack([f, 2 * f]))[1],
     "positions less others": lambda w, x, f: moved(w, 2 * x - x[:1], f),
 }
 

@@ -248,6 +248,60 @@ def test_units_by_numbers_are_named_with_their_sum_and_its_cure_cures(
     assert still < off / 4
 
 
+# Differences of rows of a sum with an array, and what is none of these.
+BETWEEN_ROWS = {
+    "edges": (lambda t: t[FROM] - t[TO]),
+    "neighbours": (lambda t: t[1:] - t[:-1]),
+    "a diff": (lambda t: jnp.diff(t, axis=0)),
+    "less the mean": (lambda t: t - t.mean(0)),
+    "a roll": (lambda t: t - jnp.roll(t, 1, 0)),
+    "in a jit": jax.jit(lambda t: t[1:] - t[:-1]),
+    "scaled": (lambda t: (t[1:] - t[:-1]) * 0.5),
+    "of a batch": (lambda t: (lambda s: (s[:, 1:] - s[:, :-1])[0])(t[None])),
+}
+WITHIN_ROWS = {
+    "halves": (lambda t: (t[:, :4] - t[:, 4:]) @ jnp.ones((4, 8))),
+    "less the mean": (lambda t: (t - t.mean(-1, keepdims=True)) / 8 + 0 * t),
+}
+FROM, TO = np.array([0, 1, 2, 5]), np.array([3, 7, 1, 6])
+
+
+def of_rows(read, *, is_kept=False):
+    def fun(x, y, b):
+        with jax.named_scope("jaxmp.float32" if is_kept else "all"):
+            rows = jnp.tanh(x @ y) @ y + b  # here
+        return read(rows) @ y
+
+    return fun
+
+
+@pytest.mark.parametrize("policy", ["float16", "bfloat16"])
+@pytest.mark.parametrize("read", BETWEEN_ROWS.values(), ids=BETWEEN_ROWS)
+def test_differences_of_rows_of_a_sum_with_an_array_are_named(read, policy):
+    x, y = jax.random.normal(jax.random.key(0), (2, 8, 8)) / 2
+    b = 300 + jnp.arange(8.0)
+    fun, cured = of_rows(read), of_rows(read, is_kept=True)
+    report = jaxmp.audit(jaxmp.autocast(fun, policy))(x, y, b)
+    (found,) = report.hazards
+    line = inspect.getsourcelines(of_rows)[1] + 3
+    assert (found.kind, found.cure) == ("difference", REGION)
+    assert found.where == f"{__file__}:{line}"
+    assert not jaxmp.audit(jaxmp.autocast(cured, policy))(x, y, b).hazards
+    exact = fun(x, y, b)
+    off, still = (
+        jnp.linalg.norm(jaxmp.autocast(f, policy)(x, y, b) - exact)
+        for f in (fun, cured)
+    )
+    assert still < off / 4
+
+
+@pytest.mark.parametrize("read", WITHIN_ROWS.values(), ids=WITHIN_ROWS)
+def test_differences_within_a_row_of_a_sum_with_a_bias_are_not(read):
+    fun = of_rows(lambda t: read(t) + 0 * (t @ t.T @ t))
+    b = Shape((8,), jnp.float32)
+    assert not jaxmp.audit(jaxmp.autocast(fun))(X, Y, b).hazards
+
+
 def moments(x, y):
     return (x @ (y * y)).mean() - (x @ y).mean() ** 2
 

@@ -37,7 +37,8 @@ from .report import Hazard, UnfusedAttention, WrittenHead
 
 _REGION = 'with jax.named_scope("jaxmp.float32"):'
 _HIGHEST = 'with jax.default_matmul_precision("highest"):'
-# So many times the scale of a value is a number that costs it two digits of 16 bits.
+# A number of four times the scale of a value takes two of the eight binary digits that
+# bfloat16 has for it, so that its rounding is four times as large as by hand.
 _FAR = 4
 _LARGEST = 2**16  # of the constants of which the numbers are looked at
 
@@ -51,7 +52,7 @@ _WHY = {
     "units": "a number is added to it in 16 bits, far above its scale, and then it is "
     "subtracted from: a small difference of large numbers",
     "kernel": "its kernel adds up to 0: a small difference of large numbers",
-    "offset": "an input is added to it in 16 bits and something is subtracted again "
+    "offset": "an input is added to it in 16 bits and it or another row is subtracted "
     "before the next matmul: a small difference of large numbers",
 }
 _KINDS = {"kernel": "difference", "offset": "difference", "moments": "covariance"}
@@ -69,7 +70,8 @@ _FORMULAS = {
 # entry: each entry is made of the same entry of the product
 # moment: and it adds up squares; squared sum: it has been squared
 # shifted: an input was added to the product, and the sum rounded
-# taken: then something that was given was taken away from it
+# rows: and each row of it has all that the input has along its last axis
+# taken: then something that was given was taken away from it, or another of its rows
 #
 # With a number: that stands in the code, and is some of the entries; times: the scale
 # of the value, by the numbers that have multiplied it.
@@ -162,7 +164,8 @@ class _Search:
                 if is_narrow(eqn.outvars[0].aval):
                     raised = {("raised", x) for x in ins[0].of("high")}
                     return ins[0]._replace(marks=ins[0].marks | raised)
-            return ins[0]
+            lost = set[Any]() if _keeps_rows(eqn) else ins[0].of("rows")
+            return ins[0]._replace(marks=ins[0].marks - {("rows", x) for x in lost})
         if multiplies_matrices(eqn):
             return self._product(eqn, ins, place)
         self._look(eqn, ins)
@@ -303,6 +306,10 @@ def _marks(eqn: Equation, ins: Sequence[Made]) -> Iterator[tuple[str, Any]]:
         words |= {"times", "high", "raised"}
     if table.totals(eqn):
         words |= {"sum", "moment", "raised"}
+        if len(eqn.invars[0].aval.shape) - 1 not in eqn.params["axes"]:
+            words.add("rows")
+    elif (table.is_linear(eqn) or table.holds(eqn)) and _keeps_rows(eqn):
+        words.add("rows")
     if table.selects(eqn):
         words.add("number")
     if table.holds(eqn):
@@ -312,12 +319,16 @@ def _marks(eqn: Equation, ins: Sequence[Made]) -> Iterator[tuple[str, Any]]:
         yield from (("entry", n) for x in ins for n in x.of("sum", "entry"))
     yield from (mark for x in ins for mark in x.marks if mark[0] in words)
 
-    # What was given is added to a sum in 16 bits, and taken away again.
+    # What was given is added to a sum in 16 bits, and taken away again, as it is by
+    # another row of the sum.
     if any(x.given and x.number is None for x in ins):
         if table.adds_terms(eqn) and is_narrow(eqn.outvars[0].aval):
-            yield from (("shifted", n) for x in ins for n in x.of("sum"))
+            sums = [n for x in ins for n in x.of("sum")]
+            yield from ((word, n) for word in ("shifted", "rows") for n in sums)
         if table.subtracts(eqn):
             yield from (("taken", n) for x in ins for n in x.of("shifted"))
+    if table.subtracts(eqn):
+        yield from (("taken", n) for n in ins[0].of("rows") & ins[1].of("rows"))
 
     multiplies = table.multiplies_entries(eqn) or table.is_product_of_any_kind(eqn)
     if multiplies and all(x.of("total") for x in ins[:2]):
@@ -338,6 +349,13 @@ def _marks(eqn: Equation, ins: Sequence[Made]) -> Iterator[tuple[str, Any]]:
     yield from _lengths(eqn, ins)
     if table.multiplies(eqn) and not table.is_square(eqn):
         yield from _scaled(eqn, *ins)
+
+
+def _keeps_rows(eqn: Equation) -> bool:
+    """Whether it keeps all entries along the last axis, of each operand."""
+    of = filter(_jaxpr.is_inexact, eqn.invars)  # and no indices
+    shapes = [x.aval.shape for x in (*of, *eqn.outvars)]
+    return len({shape[-1] for shape in shapes if len(shape)}) == 1
 
 
 def _lengths(eqn: Equation, ins: Sequence[Made]) -> Iterator[tuple[str, Any]]:
@@ -365,7 +383,7 @@ def _scaled(eqn: Equation, x: Made, factor: Made) -> Iterator[tuple[str, Any]]:
     if not factor.given:
         return
     is_two = factor.number is not None and abs(factor.number) == 2
-    kept = {"sum", "shifted", "squared", "squares", "total", "balanced", "unit"}
+    kept = {"sum", "shifted", "rows", "squared", "squares", "total", "balanced", "unit"}
     kept |= {"moment", "squared sum", "high", "raised"}
     if not x.given:
         size = abs(factor.number) if factor.number else 1.0

@@ -36,10 +36,8 @@ from ..wide_replay import (
     jitted,
 )
 from .origins import Run, Site
+from .report import OF_GRADIENTS, TOLERANCE
 
-# A result is wrong that is off by more than this, and by more than twice of what
-# rounding does. A gradient that has lost half of itself may train as well.
-_TOLERANCE, _OF_GRADIENTS = 0.01, 0.5
 _FRACTION = 2.0**-14  # from 1 to the smallest normal number of float16
 
 # Numbers that may have been meant where 16 bits have left 0 and Inf.
@@ -91,9 +89,9 @@ class Limits:
             allowed = np.maximum(tolerance, by_rounding)
             return self._first(lambda x: self._errors(self._run(x), free) > allowed)
 
-        limit = first(_TOLERANCE)
+        limit = first(TOLERANCE)
         if limit is not None and limit.site.place.backward:
-            return first(_OF_GRADIENTS)
+            return first(OF_GRADIENTS)
         return limit
 
     def may_be_finite(self) -> bool:

@@ -26,10 +26,14 @@ _UNDEFINED = {"div": "the divisor is 0 in an entry, or nearly 0"} | dict.fromkey
 )
 _key = operator.attrgetter("operation", "dtype", "where", "module", "backward", "code")
 _SEEN = 0.0005  # of a fraction in percent, with one decimal
-# Of a program without a fault only what is no noise: values that may not become eight
-# times as large, and shares that training may feel.
-_NEAR, _FELT = 3, 0.01
-_LARGE = 0.25  # a share that the verdict names
+# A result is wrong that is off by more than this, a last digit of bfloat16 or ten of
+# float16, and by more than twice of what rounding does. A gradient that has lost half
+# of itself may train as well.
+TOLERANCE, OF_GRADIENTS = 0.01, 0.5
+# Of a program without a fault only what is no noise: values within the three bits of
+# headroom that a loss scale leaves, and a share without which a sum is off by so much
+# that it is wrong. The verdict names half of the share that a gradient may lose.
+_NEAR, _FELT, _LARGE = 3, TOLERANCE, OF_GRADIENTS / 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
