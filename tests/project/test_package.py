@@ -48,7 +48,7 @@ HOUSES = {
     "devices": ("_devices", 925),
     "engine": ("_jaxprs _ops _attention _head _autocast", 9_950),
     "residuals": ("_residuals", 790),
-    "tools": ("_compiled _diagnosis", 9_580),
+    "tools": ("_compiled _diagnosis", 9_600),
 }
 CORE = {"_base", "_training", "_gradients"}
 LATER = "_base.later"
