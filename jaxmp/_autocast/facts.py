@@ -12,30 +12,50 @@ from .._jaxprs import jaxpr as _jaxpr
 
 
 class Facts(NamedTuple):
-    """What is known of a value; hashable."""
+    """What is known of a value; hashable.
 
-    # The 16-bit dtype that it has instead of float32, None if it has its own.
+    ``plan._outs`` sets them, and those that a loop adds `plan._loop`. Who reads each is
+    beside it. A new one needs both, and a row in ``test_special_cases.py``.
+    """
+
+    # The 16-bit dtype that it has instead of float32, None if it has its own. Read by
+    # everybody: `emit` keeps to it.
     dtype: np.dtype | None = None
-    given: bool = False  # an argument or a constant, or computed from such alone
-    cotangent: bool = False  # that a matmul returned, or made of such
-    # Float32, and made of what a matmul returned: 2 if elementwise, 1 if by powers too.
+    # An argument or a constant, or computed from such alone. Read by `decide`: inputs
+    # are rounded where they are used, and biases are inputs.
+    given: bool = False
+    # Of a backward pass: what a matmul returned, or computed from such. Read by
+    # `is_of_cotangent`: it may be rounded once more.
+    cotangent: bool = False
+    # Float32, and computed from what a matmul returned: 2 if elementwise, 1 if by
+    # powers too. Read by `decide`: of sigmoids, and of parts of a product.
     product: int = 0
-    broadcast: bool = False  # a cotangent of entries alike, as that of a mean is
-    tangent: bool = False  # of a derivative rule, to be transposed
-    scalar: Any = None  # what every entry equals, where that is known while tracing
+    # A cotangent of entries alike, as that of a mean is. Read by
+    # `is_of_cotangent`: this one is not, as errors of copies add up.
+    broadcast: bool = False
+    # A tangent of a derivative rule, to be transposed. Read by `_loop` and by `emit`,
+    # whose products then add up in float32.
+    tangent: bool = False
+    # What every entry equals, where that is known while tracing. Read by `holds` and
+    # `fits`, and wherever a number may join 16 bits.
+    scalar: Any = None
     # Stored in 16 bits for a matmul, and read from there by the backward pass in
-    # float32: the axes over which it sums to one, if any.
+    # float32: the axes over which it sums to one, if any. Read by `decide` and `emit`.
     stored: tuple[int, ...] | None = None
     # Read in float32 by the iterations of a scan that somebody may differentiate
-    # outside of autocast, so that its gradients add up in float32.
+    # outside of autocast, so that its gradients add up in float32. Read by `decide`.
     constant: bool = False
-    # The iterations of a loop add it up, in float32: what is known of that sum. All
-    # others read it in 16 bits, as the backward pass does.
+    # The iterations of a loop add it up, in float32: the facts of that sum. All others
+    # read it in 16 bits, as the backward pass does. Read by `_with_exact` and `emit`.
     exact: "Facts | None" = None
-    digits: bool = False  # read exactly where it was computed, in a call or a loop
-    # A sum of 16 bits and of an input, which is in range if these are.
+    # Read exactly where it was computed, in a call or a loop. Read by `_plan`, which
+    # then does not stack it in 16 bits.
+    digits: bool = False
+    # A sum of 16 bits and of an input, which is in range if these are. Read by `decide`
+    # in float16.
     joined: bool = False
-    # If given: the axes along which it repeats what it was broadcast from.
+    # If given: the axes along which it repeats what it was broadcast from. Read by
+    # `_adds_bias`.
     repeated: tuple[int, ...] = ()
 
     @property
@@ -44,11 +64,11 @@ class Facts(NamedTuple):
         return self.dtype is not None
 
     def rounded(self, dtype: np.dtype) -> "Facts":
-        """Returns what is known of the value in 16 bits."""
+        """Returns the facts of the value in 16 bits."""
         return Facts(dtype, self.given, tangent=self.tangent)
 
     def widened(self) -> "Facts":
-        """Returns what is known of the value in its own dtype."""
+        """Returns the facts of the value in its own dtype."""
         if self.dtype is None:
             return self
         return self._replace(dtype=None, stored=None, exact=None)
@@ -80,7 +100,7 @@ GIVEN = Facts(given=True)
 
 
 def of_literal(atom: Any) -> Facts:
-    """Returns what is known of a literal."""
+    """Returns the facts of a literal."""
     number = _jaxpr.number_of(atom)
     if number is None:
         return GIVEN
@@ -88,7 +108,7 @@ def of_literal(atom: Any) -> Facts:
 
 
 def one_of(several: Sequence[Facts]) -> Facts:
-    """Returns what is known of a value that is moved from one of several."""
+    """Returns the facts of a value that is moved from one of several."""
     first, *others = several
     if not others:
         return first

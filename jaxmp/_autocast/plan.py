@@ -246,7 +246,7 @@ class Planner:
 
         Args:
             jaxpr: Open or closed.
-            ins: What is known of its inputs.
+            ins: The facts of its inputs.
             demand: What its outputs are needed for.
             ends: In which dtype each of them must be.
             scopes: Named scopes around it.
@@ -360,7 +360,7 @@ class Planner:
         tangent: bool,
         definition: Definition,
     ) -> tuple[Facts, ...]:
-        """Returns what is known of the outputs of an equation that is not gone into."""
+        """Returns the facts of the outputs of an equation that is not gone into."""
         eqn, kind, back, dtype = row.eqn, row.kind, row.back, self.dtype_in(row.back)
         if ins and ins[0].half and (table.retypes(eqn) or table.is_saved(eqn)):
             return (ins[0]._replace(exact=None),)
@@ -462,7 +462,7 @@ class Planner:
     def _inside(
         self, row: Row, ins: Sequence[Facts], consumers: Consumers
     ) -> tuple[Inside, tuple[Facts, ...]]:
-        """Plans the jaxprs in an equation, and returns what is known of its outputs."""
+        """Plans the jaxprs in an equation, and returns the facts of its outputs."""
         eqn, ins = row.eqn, [x._replace(exact=None) for x in ins]
         scopes = inside(eqn, row.around)
         demand = self.analysis.inside(eqn, row.read, scopes)
@@ -671,7 +671,7 @@ def _ends(
     Args:
         loop: The loop.
         demand: What is needed of what an iteration returns.
-        carried: What is known of what it carries.
+        carried: The facts of what it carries.
         stacks: That of what it stacks for the backward pass alone.
     """
     carries = _jaxpr.call_layout(loop).fixed_out
@@ -763,7 +763,7 @@ def decide(
 
     Args:
         row: The equation, its class, and what its consumers need.
-        ins: What is known of its inputs.
+        ins: The facts of its inputs.
         dtype: The 16-bit dtype.
         kept: By what its scopes keep it as it was written, None if they do not.
     """

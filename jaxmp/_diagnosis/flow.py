@@ -112,7 +112,7 @@ class Operation:
 
 
 class Array(NamedTuple):
-    """What is known of an array."""
+    """The facts of an array."""
 
     by: tuple[Operation, ...] = ()  # what may compute it, and what moves it since
     value: Any = None  # tells it from others, and not from its casts

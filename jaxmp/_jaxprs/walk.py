@@ -29,10 +29,10 @@ class Forward:
     """Follows facts from the inputs of a jaxpr to its outputs.
 
     Args:
-        transfer: Takes an equation, a list of what is known of its inputs, and where
-            it is; returns what is known of each of its outputs.
-        join: Returns what is known of a value that is one of several.
-        known: What is known of a number in the code, which is a ``Literal``, or of an
+        transfer: Takes an equation, a list of the facts of its inputs, and where
+            it is; returns the facts of each of its outputs.
+        join: Returns the facts of a value that is one of several.
+        known: The facts of a number in the code, which is a ``Literal``, or of an
             array that a jaxpr carries; it is given where that is read.
         enter: What to do with an equation that holds jaxprs: it takes what ``transfer``
             takes, and may call :meth:`around` or :meth:`once`.
@@ -47,11 +47,11 @@ class Forward:
     def through(
         self, jaxpr: Any, ins: Sequence[Any], scopes: Scopes = (), place: Any = None
     ) -> list[Any]:
-        """Returns what is known of the outputs of a jaxpr, open or closed.
+        """Returns the facts of the outputs of a jaxpr, open or closed.
 
         Args:
             jaxpr: The jaxpr.
-            ins: What is known of its inputs.
+            ins: The facts of its inputs.
             scopes: Named scopes around it.
             place: Where it is, if ``transfer`` is to be given places. It then goes as
                 reports do: of a ``lax.platform_dependent`` into the branch for a GPU
@@ -84,7 +84,7 @@ class Forward:
         return [*memo[key]]
 
     def of(self, eqn: Equation, ins: list[Any], at: At) -> Sequence[Any]:
-        """Returns what is known of the outputs of an equation."""
+        """Returns the facts of the outputs of an equation."""
         if not _jaxpr.call_kind(eqn):
             return self.transfer(eqn, ins, at)
         return (self.enter or self.around)(eqn, ins, at)
@@ -130,10 +130,10 @@ class Backward:
     """Follows sets of bits from the outputs of a jaxpr to its inputs.
 
     Args:
-        transfer: Takes an equation, what is known of its outputs, and where it is;
+        transfer: Takes an equation, the facts of its outputs, and where it is;
             returns what that says of each of its inputs.
-        test: What is known of the truth value by which a ``while`` ends.
-        seeds: Returns what is known of variables of an open jaxpr by themselves.
+        test: The facts of the truth value by which a ``while`` ends.
+        seeds: Returns the facts of variables of an open jaxpr by themselves.
         choice: What a ``cond`` says of the number by which it chooses, if something is
             known of an output.
         enter: What to do with an equation that holds jaxprs: it takes what ``transfer``
@@ -150,7 +150,7 @@ class Backward:
     def through(
         self, jaxpr: Any, outs: Sequence[int], scopes: Scopes = ()
     ) -> list[int]:
-        """Returns what is known of the inputs of a jaxpr, open or closed."""
+        """Returns the facts of the inputs of a jaxpr, open or closed."""
         owner, memo = _jaxpr.open_jaxpr(jaxpr), self.memo.setdefault(jaxpr, {})
         key = tuple(outs), scopes
         if key not in memo:
@@ -166,9 +166,9 @@ class Backward:
         outs: Iterable[tuple[Any, int]] = (),
         scopes: Scopes = (),
     ) -> dict[Any, int]:
-        """Returns what is known of the variables that some of its equations read.
+        """Returns the facts of the variables that some of its equations read.
 
-        ``outs`` are pairs of a result of the jaxpr and what is known of it.
+        ``outs`` are pairs of a result of the jaxpr and the facts of it.
         """
         known = dict(self.seeds(owner))
 
@@ -185,7 +185,7 @@ class Backward:
         return known
 
     def of(self, eqn: Equation, outs: list[int], at: At) -> Sequence[int]:
-        """Returns what is known of the inputs of an equation."""
+        """Returns the facts of the inputs of an equation."""
         if not _jaxpr.call_kind(eqn):
             return self.transfer(eqn, outs, at)
         return (self.enter or self.around)(eqn, outs, at)

@@ -74,6 +74,12 @@ def _windows(
     }
     # Of what each variable is a sum: squares, by their factors; means of squares, by
     # the means of the factors and the window; and squares of means. Each with its sign.
+    #
+    #     a = x * x         a: squared (x, x)
+    #     m1 = x @ window
+    #     m2 = a @ window   m2: mean (m1, m1) by this window
+    #     b = m1 * m1       b: of means (m1, m1)
+    #     v = m2 - b        v: both, with opposite signs, so they cancel
     terms: dict[Any, set[_Term]] = {}
     definition, windows = definitions_of(eqns), set[Any]()
     for eqn in eqns:

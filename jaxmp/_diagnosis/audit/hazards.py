@@ -63,7 +63,7 @@ _FORMULAS = {
 }
 
 
-# What is known of a value, in pairs of a word and of what that is said.
+# The facts of a value, in pairs of a word and of what that is said.
 #
 # With the number of a product that is followed:
 # sum: it is a sum of products, scaled; twice: and this is in it twice, as 2xy is
@@ -397,7 +397,7 @@ def _scaled(eqn: Equation, x: Made, factor: Made) -> Iterator[tuple[str, Any]]:
 
 
 def _known(x: Any, at: At) -> Made:
-    """Returns what is known of a number in the code, or of an array."""
+    """Returns the facts of a number in the code, or of an array."""
     if not isinstance(x, _jaxpr.Literal):
         return _constant(x)
     number = _real(_jaxpr.number_of(x))
@@ -407,7 +407,7 @@ def _known(x: Any, at: At) -> Made:
 
 
 def _constant(array: Any) -> Made:
-    """Returns what is known of an array that a jaxpr carries."""
+    """Returns the facts of an array that a jaxpr carries."""
     number, marks = None, set[Any]()
     is_known = not isinstance(array, _jaxpr.Tracer) and 0 < np.size(array) <= _LARGEST
     if is_known and isinstance(array.dtype, np.dtype):  # and no key
@@ -428,7 +428,7 @@ def _real(number: Any) -> Any:
 
 
 def _either(values: Sequence[Made]) -> Made:
-    """Returns what is known of a value that is one of these."""
+    """Returns the facts of a value that is one of these."""
     if all(x == values[0] for x in values):
         return values[0]
     marks = frozenset[Any]().union(*(x.marks for x in values))

@@ -104,7 +104,7 @@ class Origin(NamedTuple):
         return 16 if self.from_16bit else min((x.bits for x in self.causes), default=64)
 
 
-# A floating input of an equation, and what is known of it.
+# A floating input of an equation, and the facts of it.
 Operand = tuple[Any, Origin]
 
 
@@ -136,13 +136,13 @@ class Leaks:
             "default_precision_flops": self.default_precision_flops,
         }
 
-    # What is known of a value that no equation has computed
+    # The facts of a value that no equation has computed
 
     def argument(self, name: str, aval: Any) -> Origin:
         return self._given(len(self.causes), Turn.ARGUMENT, "argument", name, aval)
 
     def _known(self, x: Any, at: At) -> Origin:
-        """Returns what is known of a number in the code, or of an array."""
+        """Returns the facts of a number in the code, or of an array."""
         aval: Any = jax.typeof(x) if not isinstance(x, _jaxpr.Literal) else x.aval
         turn, name = Turn.ARGUMENT, f"constant {aval.dtype}{[*aval.shape]}"
         if not isinstance(x, _jaxpr.Literal):
@@ -168,7 +168,7 @@ class Leaks:
         return cause
 
     def _given(self, at: Any, turn: Turn, kind: str, name: str, aval: Any) -> Origin:
-        """Returns what is known of a value that is a cause if it is wide."""
+        """Returns the facts of a value that is a cause if it is wide."""
         if not is_wide(aval):
             return Origin(from_16bit=is_narrow(aval))
         return Origin(frozenset({self._cause(at, turn, kind, name, aval)}))
@@ -202,7 +202,7 @@ class Leaks:
         return [self._output(eqn, var.aval, value, place) for var in eqn.outvars]
 
     def _output(self, eqn: Equation, aval: Any, value: Origin, place: Place) -> Origin:
-        """Returns what is known of a result: no float32 value is without a cause."""
+        """Returns the facts of a result: no float32 value is without a cause."""
         if not is_wide(aval):
             return Origin(from_16bit=is_narrow(aval))
         if value.causes:
@@ -212,7 +212,7 @@ class Leaks:
         return value._replace(causes=frozenset({cause}))
 
     def _computed(self, eqn: Equation, ins: list[Origin], place: Place) -> Origin:
-        """Returns what is known of what one equation without jaxprs computes."""
+        """Returns the facts of what one equation without jaxprs computes."""
         if may_multiply(eqn):
             self._note(f"`{eqn.primitive.name}`, its products not counted", place)
         if not eqn.outvars:  # printed, and nothing more
@@ -392,7 +392,7 @@ def _arrays(floats: list[Operand]) -> list[Operand]:
 
 
 def _either(values: Sequence[Origin]) -> Origin:
-    """Returns what is known of a value that is, or is made of, some of these."""
+    """Returns the facts of a value that is, or is made of, some of these."""
     sets = {x.causes for x in values}
     # A set with the causes of hundreds of arguments is best shared.
     causes = sets.pop() if len(sets) == 1 else frozenset().union(*sets)

@@ -56,7 +56,7 @@ NOWHERE = Origin((NEVER,))
 
 
 class Known(NamedTuple):
-    """What is known of a value."""
+    """The facts of a value."""
 
     origin: Origin = NOWHERE  # of its first Inf or NaN
     nan: bool = False  # whether a NaN is in it
@@ -207,7 +207,7 @@ class Run:
         return self.sites[origin.time[-1]]
 
     def written(self, numbers: Any) -> Known:
-        """Returns what is known of numbers that stand in the code."""
+        """Returns the facts of numbers that stand in the code."""
         known = self._written.get(id(numbers))
         if known is None:
             known = self._written[id(numbers)] = _known(numbers)
@@ -251,7 +251,7 @@ class _Body:
             self.calls, self._looks = iter(looks.calls), _looks(looks.rows[1:])
 
     def through(self, jaxpr: Any, ins: Sequence[Known], place: Place) -> list[Known]:
-        """Returns what is known of the results of a jaxpr."""
+        """Returns the facts of the results of a jaxpr."""
         before = place
 
         def apply(eqn: Equation, ins: list[Known]) -> Sequence[Known]:
@@ -269,7 +269,7 @@ class _Body:
         )
 
     def part(self, type: Any, *values: Known) -> Known:
-        """Returns what is known of an array that is made of others, and looked at."""
+        """Returns the facts of an array that is made of others, and looked at."""
         if not is_looked_at(type):
             return values[-1]
         self.look = look = next(self._looks)
@@ -402,13 +402,13 @@ def _held(values: Sequence[Known]) -> frozenset[Any]:
 
 
 def _together(*known: Known) -> Known:
-    """Returns what is known of a value that is one of several, or all of them."""
+    """Returns the facts of a value that is one of several, or all of them."""
     origins, nans, tops, *_ = zip(*known, strict=True)
     return Known(min(origins), any(nans), max(tops))
 
 
 def _known(numbers: Any) -> Known:
-    """Returns what is known of numbers."""
+    """Returns the facts of numbers."""
     if not is_inexact(numbers):
         return Known()
     with np.errstate(over="ignore"):
