@@ -50,7 +50,7 @@ def why_not(
     size = operands[0].shape[-1]
     if not isinstance(size, int) or size % _MULTIPLE or not 0 < size <= largest:
         larger = [
-            f" on {gpu}, and {n} from {spelled(x)} on"
+            f" on {gpu}, and up to {n} at {spelled(x)}"
             for x, n in LARGEST_HEADS.items()
             if n > largest
         ]

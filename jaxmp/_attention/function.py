@@ -44,7 +44,7 @@ def dot_product_attention(
     each query, and no weights.
 
     On an NVIDIA GPU that operation is cuDNN's kernel, forward and backward, if that GPU
-    has it: from compute capability 8.0 on for heads up to 128, from 9.0 on up to 256;
+    has it: from compute capability 8.0 on for heads up to 128, at 9.0 up to 256;
     :func:`audit` says why where it is not. Elsewhere it is XLA's attention, and so are
     tangents (:func:`jax.jvp`), second derivatives, and what ``jax.export`` exports,
     which runs on every device.

@@ -18,14 +18,16 @@ BFLOAT16 = 8, 0
 # The first with tensor cores for float8. XLA runs such products in 16 bits below it.
 FLOAT8 = 8, 9
 
-# The largest head that cuDNN's attention takes, from which capability on, and versions
-# of cuDNN that a capability needs: `check_is_flash_attention` of JAX 0.10.2 and 0.12,
-# in jax/_src/cudnn/fused_attention_stablehlo.py. Its other checks are of what jaxmp
-# never asks for: float8, packed sequences, and values of another size than keys, which
-# need 9.0 too. That there is none below 8.0 is in cuDNN's own table, which has heads
-# above 128 from 10.0 on in newer versions alone:
+# The largest head that cuDNN's attention takes, from a capability up to the next one,
+# and versions of cuDNN that a capability needs: `check_is_flash_attention` of JAX
+# 0.10.2 and 0.12, in jax/_src/cudnn/fused_attention_stablehlo.py. Its other checks are
+# of what jaxmp never asks for: float8, packed sequences, and values of another size
+# than keys, which need 9.0 too. Two facts are cuDNN's own, and JAX checks neither:
 # https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html
-LARGEST_HEADS = {(9, 0): 256, (8, 0): 128}
+# There is no kernel below 8.0. From 10.0 on the backward pass takes heads up to 128;
+# cuDNN 9.23 adds those of 256 alone, on 10.x, which 128 is safe without:
+# https://github.com/NVIDIA/TransformerEngine/pull/3056
+LARGEST_HEADS = {(10, 0): 128, (9, 0): 256, (8, 0): 128}
 NEEDS_CUDNN = {(10, 3): (9, 11)}
 
 

@@ -60,7 +60,8 @@ def products(text):
         ("a100", 136, 0),
         ("rtx4090", 256, 0),
         ("h200", 256, 2),
-        ("b200", 256, 2),
+        ("b200", 128, 2),
+        ("b200", 136, 0),
     ],
 )
 def test_a_program_calls_the_kernels_that_the_gpu_has(gpu, size, count):
@@ -186,7 +187,12 @@ def test_it_takes_no_more_memory_on_a_t4_than_attention_that_is_written_out(
     ("gpu", "size", "why"),
     [
         ("t4", 64, r"Tesla T4 \(compute capability 7\.5\) has no .* needs 8\.0"),
-        ("a100", 192, r"size 192; .* up to 128 on NVIDIA A100.*8\.0.* 256 from 9\."),
+        (
+            "a100",
+            192,
+            r"size 192; .* 128 on NVIDIA A100.*8\.0\), and up to 256 at 9\.0",
+        ),
+        ("b200", 256, r"size 256; .* to 128 on NVIDIA B200.*10\.0\), .* 256 at 9\.0"),
     ],
 )
 def test_who_asks_for_the_kernel_is_told_the_device_its_capability_and_the_cure(

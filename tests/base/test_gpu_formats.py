@@ -2,11 +2,13 @@
 
 import warnings
 
+import flax.linen as nn
 import flax.serialization
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 
 import jaxmp
 import jaxmp.linen
@@ -135,6 +137,44 @@ CALLS = {
         lambda x: jnp.sum(double(x)), policy=policy
     )(jnp.ones(8)),
 }
+
+
+def linen_model(policy):
+    model = nn.Dense(1)
+    params = model.init(jax.random.key(0), jnp.ones((1, 8)))
+    return jaxmp.linen.with_policy(model, policy)(params, jnp.ones((1, 8)))
+
+
+def nnx_gradient(policy):
+    model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
+    grad_fn = jaxmp.nnx.value_and_grad(lambda model, x: model(x).sum(), policy=policy)
+    return grad_fn(model, jnp.ones((1, 8)))
+
+
+CALLS |= {
+    "linen.with_policy": linen_model,
+    "nnx.value_and_grad": nnx_gradient,
+    "linen's attention": lambda policy: jaxmp.autocast(attend_in_linen, policy)(),
+    "nnx's attention": lambda policy: jaxmp.autocast(attend_in_nnx, policy)(),
+}
+
+
+def attend_in_linen():
+    layer = nn.MultiHeadDotProductAttention(
+        2, attention_fn=jaxmp.linen.dot_product_attention
+    )
+    return layer.init_with_output(jax.random.key(0), jnp.ones((1, 4, 8)))[0]
+
+
+def attend_in_nnx():
+    layer = nnx.MultiHeadAttention(
+        2,
+        8,
+        decode=False,
+        attention_fn=jaxmp.nnx.dot_product_attention,
+        rngs=nnx.Rngs(0),
+    )
+    return layer(jnp.ones((1, 4, 8)))
 
 
 def said(call, policy):
