@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -123,7 +124,8 @@ def linear_cross_entropy(
     for i, x in enumerate(args):
         args[i] = vary(x, of_rows if i in (LABELS, WEIGHTS) else axes)
     params = {"form": form, "precision": default_precision()}
-    found = FORWARD.bind(*args, **params, summed=reduction != "none")
+    with jax.named_scope(_NAME):  # so that a report has a path for it
+        found = FORWARD.bind(*args, **params, summed=reduction != "none")
     if reduction == "mean":
         count = jnp.sum(counts)
         found = [x / jnp.where(count == 0, 1, count) for x in found]

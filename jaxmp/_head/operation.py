@@ -21,7 +21,7 @@ from .._devices.varying import vary
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import operation
 from .._ops.products import LOSS_HEAD
-from .shards import sharded
+from .shards import sharded, sharded_like, whole
 from .tiles import BIAS, HIDDEN, LABELS, WEIGHTS, computed
 
 
@@ -91,8 +91,9 @@ def _derived(run, types, primals, tangents, **params):
     def fun(*moved):
         changed = dict(zip(places, moved, strict=True))
         args = [_widened(changed.get(i, x)) for i, x in enumerate(primals)]
-        outs = run(args=args, **params)
-        return [x.astype(like.dtype) for x, like in zip(outs, types, strict=True)]
+        outs = run(args=whole(args), **params)
+        outs = [x.astype(like.dtype) for x, like in zip(outs, types, strict=True)]
+        return sharded_like(types, outs)
 
     return jax.jvp(fun, [primals[i] for i in places], [tangents[i] for i in places])
 

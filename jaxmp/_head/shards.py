@@ -24,19 +24,38 @@ def sharded(
     """Returns what :func:`computed` does, of operands that may be sharded."""
     if form.axis:  # inside `shard_map`
         return computed(form, precision, moving, args)
-    whole, partition = _partitioned(form, precision, tuple(moving))
+    by_jax, partition = _partitioned(form, precision, tuple(moving))
     types = [jax.typeof(x) for x in args]
     mesh = types[HIDDEN].sharding.mesh
     if AxisType.Explicit not in mesh.axis_types:
-        return list(whole(*args))
+        return list(by_jax(*args))
     _, local, outs, ins = partition(mesh, types, None)
     specs = [tuple(x.spec for x in several) for several in (ins, outs)]
     local = jax.shard_map(local, mesh=mesh, in_specs=specs[0], out_specs=specs[1])
     found = local(*map(jax.sharding.reshard, args, ins))
     places = [WEIGHTS, WEIGHTS, *moving]  # like which operand each result is
+    return sharded_like([types[i] for i in places], found)
+
+
+def whole(args: Sequence[Any]) -> list[Any]:
+    """Returns operands that each device has whole, where their types say shardings.
+
+    Derivatives of plain JAX would have products whose sharding no type says.
+    """
+    mesh = jax.typeof(args[HIDDEN]).sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return list(args)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return [jax.sharding.reshard(x, everywhere) for x in args]
+
+
+def sharded_like(types: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Returns arrays with the shardings of types, where these say any."""
     return [
-        jax.sharding.reshard(x, types[i].sharding)
-        for i, x in zip(places, found, strict=True)
+        jax.sharding.reshard(x, like.sharding)
+        if AxisType.Explicit in like.sharding.mesh.axis_types
+        else x
+        for x, like in zip(args, types, strict=True)
     ]
 
 

@@ -297,3 +297,35 @@ def test_types_that_name_how_arrays_are_sharded(is_set, head, specs):
         assert kinds == {"all-reduce"}
     expected = jax.value_and_grad(written, (0, 1))(TOKENS, PARAMS["out"], LABELS)
     check_near(found, expected, 1e-2)
+
+
+@crossed("head specs", [head, rows], SHARDED)
+def test_derivatives_of_gradients_where_types_name_shardings(head, specs):
+    mesh = on_mesh(AxisType.Explicit)
+    tokens, kernel = (NamedSharding(mesh, spec) for spec in specs)
+    args = [
+        jax.device_put(TOKENS, tokens),
+        jax.device_put(PARAMS["out"], kernel),
+        jax.device_put(LABELS, tokens),
+    ]
+
+    def products(head):
+        grad = jax.grad(head, (0, 1))
+
+        def along(*args):
+            moved = args[:2]
+            return jax.jvp(lambda *x: grad(*x, args[2]), moved, moved)[1]
+
+        def back(*args):
+            squares = [jnp.sum(x**2) for x in grad(*args)]
+            return squares[0] + squares[1]
+
+        return lambda *args: (along(*args), jax.grad(back, (0, 1))(*args))
+
+    expected = jax.jit(products(written))(TOKENS, PARAMS["out"], LABELS)
+    with jax.set_mesh(mesh):
+        found = jax.jit(products(head))(*args)
+    for several in found:
+        for x, y in zip(several, args, strict=False):
+            assert x.sharding.is_equivalent_to(y.sharding, y.ndim)
+    check_near(found, expected, 1e-5)
