@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .counting import measure, results, targets
+from .counting import measure, results, targets, worth
 from .counting.results import Table, by_form
 from .counting.steps import (
     AUTOCAST,
@@ -67,21 +67,28 @@ of memory. Each row adds something to the one above it.
 """
 
 
-def main(*, networks: tuple[str, ...] = tuple(LARGE)) -> None:
+def main(
+    *, networks: tuple[str, ...] = tuple(LARGE), forms: tuple[str, ...] = tuple(FORMS)
+) -> None:
     """Counts each form of each network.
 
     Args:
         networks: Which.
+        forms: Which.
     """
+    worth.check("network", networks, LARGE)
+    worth.check("form", forms, FORMS)
     targets.require("fits")
-    new = (row for name in networks for row in counted(name, *LARGE[name]))
+    new = (row for name in networks for row in counted(forms, name, *LARGE[name]))
     results.update("fits", "bfloat16", targets.hardware(), new, "network", "form")
 
 
-def counted(name: str, fused: str, network: Network) -> Iterator[dict[str, Any]]:
-    """Yields what each form of a network needs, in bytes."""
-    for form, (step, has_kernel) in FORMS.items():
-        one = network
+def counted(
+    forms: tuple[str, ...], name: str, fused: str, network: Network
+) -> Iterator[dict[str, Any]]:
+    """Yields what forms of a network need, in bytes."""
+    for form in forms:
+        (step, has_kernel), one = FORMS[form], network
         if not fused:  # no attention, and few logits
             if form in (FUSED, "and no logits"):
                 continue
