@@ -22,11 +22,9 @@ FLOAT8 = 8, 9
 # and versions of cuDNN that a capability needs: `check_is_flash_attention` of JAX
 # 0.10.2 and 0.12, in jax/_src/cudnn/fused_attention_stablehlo.py. Its other checks are
 # of what jaxmp never asks for: float8, packed sequences, and values of another size
-# than keys, which need 9.0 too. Two facts are cuDNN's own, and JAX checks neither:
+# than keys, which need 9.0 too. cuDNN's own table has none below 8.0, and 128 from 10.0:
 # https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html
-# There is no kernel below 8.0. From 10.0 on the backward pass takes heads up to 128;
-# cuDNN 9.23 adds those of 256 alone, on 10.x, which 128 is safe without:
-# https://github.com/NVIDIA/TransformerEngine/pull/3056
+# cuDNN 9.23 adds 256 alone: https://github.com/NVIDIA/TransformerEngine/pull/3056
 LARGEST_HEADS = {(10, 0): 128, (9, 0): 256, (8, 0): 128}
 NEEDS_CUDNN = {(10, 3): (9, 11)}
 
