@@ -22,7 +22,7 @@ FLOAT8 = 8, 9
 # and versions of cuDNN that a capability needs: `check_is_flash_attention` of JAX
 # 0.10.2 and 0.12, in jax/_src/cudnn/fused_attention_stablehlo.py. Its other checks are
 # of what jaxmp never asks for: float8, packed sequences, and values of another size
-# than keys, which need 9.0 too. cuDNN's own table has none below 8.0, and 128 from 10.0:
+# than keys, which need 9.0 too. cuDNN's table has none below 8.0, and 128 from 10.0:
 # https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html
 # cuDNN 9.23 adds 256 alone: https://github.com/NVIDIA/TransformerEngine/pull/3056
 LARGEST_HEADS = {(10, 0): 128, (9, 0): 256, (8, 0): 128}
