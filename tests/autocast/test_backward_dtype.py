@@ -5,6 +5,7 @@ gradients above it. A single cotangent in float16 would be zero, or Inf.
 """
 
 import functools
+import pathlib
 import warnings
 
 import jax
@@ -429,6 +430,22 @@ def test_forward_mode_inside_says_where_autocast_goes():
     assert "autocast(jax.hessian(loss), policy)" in "".join(error.value.__notes__)
     out, tangent = jaxmp.autocast(lambda w: jax.jvp(mlp, (w, X), (w, X)), POLICY)(W)
     assert out.dtype == tangent.dtype == jnp.float32
+
+
+BEHIND = {
+    "a jit": lambda f: jax.jvp(jax.jit(f), (W, X), (W, X)),
+    "a linearization": lambda f: jax.linearize(f, W, X)[1](W, X),
+}
+
+
+@pytest.mark.parametrize("tangent", BEHIND.values(), ids=BEHIND)
+def test_forward_mode_behind_one_is_refused_by_the_words_of_jax_which_the_faq_has(
+    tangent,
+):
+    with pytest.raises(TypeError, match="forward-mode") as error:
+        tangent(jaxmp.autocast(mlp, POLICY))
+    faq = (pathlib.Path(__file__).parents[2] / "docs" / "faq.md").read_text()
+    assert f"### {str(error.value).splitlines()[0].split(' function')[0]}" in faq
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
