@@ -1,11 +1,13 @@
 """Checkpoints of a training run: where they lie, and how a run goes on from one."""
 
+import operator
 import shlex
 import sys
 from pathlib import Path
 from typing import TypeVar, cast
 
 import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as managers
 
 T = TypeVar("T")
 
@@ -16,9 +18,14 @@ def open_checkpoints(
     """Opens a folder of checkpoints, and refuses one that is not to be gone on from."""
     if folder is None:
         return None
+    accuracy = operator.itemgetter("accuracy")  # saved at the end of each epoch
+    best = managers.BestN(
+        get_metric_fn=accuracy, n=1, keep_checkpoints_without_metrics=False
+    )
+    keep = managers.AnyPreservationPolicy([managers.LatestN(2), best])
     # Written before `save` returns, because the next step donates the arrays.
     options = ocp.CheckpointManagerOptions(
-        max_to_keep=2, enable_async_checkpointing=False
+        preservation_policy=keep, best_fn=accuracy, enable_async_checkpointing=False
     )
     checkpoints = ocp.CheckpointManager(folder.absolute(), options=options)
     newest = checkpoints.latest_step()

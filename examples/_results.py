@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,9 @@ class Result(NamedTuple):
     policy: str
     state: Any
     accuracy: float  # on the test data
+    best: float  # of all epochs
     seconds: float  # per epoch
+    peak_bytes: int  # that a step needs on a device
     stored_bytes: int  # of the parameters
     compute_bytes: int  # of their copy in compute dtype
     residual_bytes: int  # of what a batch leaves for the backward pass
@@ -52,6 +55,13 @@ def residual_bytes(loss: Callable[[Any], Any], params: Any) -> int:
     return sum((report.residual_bytes or {}).values())
 
 
+def peak_bytes(step: jax.stages.Compiled) -> int:
+    memory: Any = step.memory_analysis()
+    donated = memory.alias_size_in_bytes  # counted as an argument and as a result
+    results = memory.output_size_in_bytes - donated
+    return memory.argument_size_in_bytes + memory.temp_size_in_bytes + results
+
+
 def describe(metrics: list[dict[str, Any]]) -> str:
     loss = statistics.mean(float(m["loss"]) for m in metrics)
     accuracy = statistics.mean(float(m["accuracy"]) for m in metrics)
@@ -73,14 +83,20 @@ def power(scale: Any) -> str:
     return f"2^{math.log2(scale):<2.0f}"
 
 
+def size(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.0f} kB"
+
+
 def results_table(results: list[Result], epochs: int) -> Table:
     timed = "Time per epoch" if epochs > 1 else "Time with compilation"
     rows = {
         "Test accuracy": [f"{r.accuracy:.1%}" for r in results],
+        "  of the best epoch": [f"{r.best:.1%}" for r in results],
         timed: [f"{r.seconds:.2f} s" for r in results],
-        "Parameters, as stored": [f"{r.stored_bytes / 1e3:.0f} kB" for r in results],
-        "  in compute dtype": [f"{r.compute_bytes / 1e3:.0f} kB" for r in results],
-        "Residuals of a batch": [f"{r.residual_bytes / 1e3:.0f} kB" for r in results],
+        "Parameters, as stored": [size(r.stored_bytes) for r in results],
+        "  in compute dtype": [size(r.compute_bytes) for r in results],
+        "Residuals of a batch": [size(r.residual_bytes) for r in results],
+        "Peak memory of a step": [size(r.peak_bytes) for r in results],
     }
     logged = [
         jaxmp.scalars(r.state.opt_state, r.state.step, prefix="") for r in results
@@ -95,3 +111,10 @@ def results_table(results: list[Result], epochs: int) -> Table:
     for name, cells in rows.items():
         table.add_row(name, *cells)
     return table
+
+
+def write_markdown(table: Table, path: Path) -> None:
+    names = [str(column.header) for column in table.columns]
+    columns = [map(str, column.cells) for column in table.columns]
+    rows = [names, ["---"] * len(names), *zip(*columns, strict=True)]
+    path.write_text("".join(f"| {' | '.join(row)} |\n" for row in rows))

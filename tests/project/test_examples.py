@@ -25,6 +25,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.append(str(EXAMPLES))
 
 import _data  # noqa: E402
+import _results  # noqa: E402
 import digits  # noqa: E402
 import digits_nnx  # noqa: E402
 
@@ -297,7 +298,6 @@ def test_a_checkpoint_that_was_being_written_is_passed_over(killed, tmp_path):
     [
         ({"policy": "float61"}, "float61"),
         ({"resume": True}, "`--resume` needs the `--checkpoint-dir`"),
-        ({"compare": True, "checkpoint_dir": Path("c")}, "keeps no checkpoint"),
         ({"batch_size": 2000}, r"`--batch-size` must lie in \[1, 1500\]"),
         ({"devices": 3}, "multiple of `--devices`, but 100 is not one of 3"),
         ({"devices": 50}, "`--devices 50`, but there are 8"),
@@ -349,6 +349,98 @@ def test_cifar10_is_read_in_its_order(cifar):
     for channel, plane in enumerate((red, green, blue)):
         np.testing.assert_array_equal(image[..., channel].ravel(), plane)
     assert data.train_labels.dtype == np.int32
+
+
+def test_a_resnet_50_is_trained_on_cifar10_in_three_precisions(
+    cifar, tmp_path, monkeypatch
+):
+    narrow = partial(digits.ResNet50, blocks=(1, 1), width=8)
+    monkeypatch.setattr(digits, "ResNet50", narrow)
+    config = digits.Config(
+        model="resnet50",
+        optimizer="sgd",
+        data="cifar10",
+        data_dir=cifar,
+        batch_size=8,
+        epochs=2,
+        compare=True,
+        checkpoint_dir=tmp_path / "runs",
+        table=tmp_path / "table.md",
+    )
+    console = terminal()
+    results = digits.main(config, console)
+    full, *mixed = results
+    for result in results:
+        assert result.stored_bytes == full.stored_bytes
+        assert result.state.step == 10
+        assert (tmp_path / "runs" / result.policy / "10").is_dir()
+    for result in mixed:
+        assert result.compute_bytes * 2 == full.compute_bytes == full.stored_bytes
+        assert result.residual_bytes < full.residual_bytes
+    lines = (tmp_path / "table.md").read_text().splitlines()
+    rows = [[x.strip() for x in line.split("|")[1:-1]] for line in lines]
+    assert rows[0] == ["", *digits.COMPARED]
+    said = {name: cells for name, *cells in rows}
+    printed = console.export_text()
+    for name in (
+        "Test accuracy",
+        "of the best epoch",
+        "Time per epoch",
+        "Parameters, as stored",
+        "in compute dtype",
+        "Peak memory of a step",
+    ):
+        assert len(said[name]) == 3
+        assert all(cell in printed for cell in said[name])
+    assert said["Test accuracy"] == [f"{x.accuracy:.1%}" for x in results]
+
+
+def test_a_resnet_50_has_the_parameters_of_its_paper():
+    image = jax.ShapeDtypeStruct((1, 32, 32, 3), jnp.float32)
+    init = partial(digits.ResNet50().init, train=False)
+    params = jax.eval_shape(init, jax.random.key(0), image)["params"]
+    half = jax.eval_shape(partial(jaxmp.cast_tree, dtype="bfloat16"), params)
+    assert [_results.size(_results.nbytes(x)) for x in (params, half)] == [
+        "94.1 MB",
+        "47.0 MB",
+    ]
+
+
+def test_sgd_and_its_defaults_are_those_of_the_papers(small):
+    config = digits.Config(optimizer="sgd", data="cifar10", policy="float32")
+    assert (config.learning_rate, config.batch_size) == (0.1, 128)
+    other = digits.Config()
+    assert (other.learning_rate, other.batch_size) == (3e-3, 100)
+    config = digits.Config(optimizer="sgd", policy="float32")
+    state = digits.create_state(config, _data.load_digits(), steps=4)
+    params = jax.tree.map(np.array, state.params)
+    velocity = jax.tree.map(np.zeros_like, params)
+    for step in range(4):
+        rate = 0.1 * (1 + np.cos(np.pi * step / 4)) / 2
+        grads = jax.tree.map(lambda x: np.cos(x + step), params)  # noqa: B023
+        velocity = jax.tree.map(
+            lambda v, g, p: 0.9 * v + (g + 5e-4 * p), velocity, grads, params
+        )
+        params = jax.tree.map(lambda p, v: p - rate * v, params, velocity)  # noqa: B023
+        state = state.apply_gradients(grads=grads)
+    chex.assert_trees_all_close(state.params, params, rtol=1e-5, atol=1e-6)
+
+
+def test_the_checkpoint_of_the_best_epoch_is_kept(small, tmp_path, monkeypatch):
+    accuracies = [0.25, 0.75, 0.5, 0.25, 0.125]
+    left = iter(accuracies)
+    monkeypatch.setattr(digits, "evaluate", lambda state, data: next(left))
+    config = {"epochs": 5, "batch_size": 500, "checkpoint_dir": tmp_path}
+    result, printed = run(**config)
+    assert sorted(int(x.name) for x in tmp_path.iterdir()) == [6, 12, 15]
+    assert f"The best checkpoint is {tmp_path / '6'}" in "".join(printed.splitlines())
+    assert (result.accuracy, result.best) == (0.125, 0.75)
+    checkpoints = digits.open_checkpoints(tmp_path, resume=True)
+    assert checkpoints.metrics(6) == {"accuracy": 0.75}
+    # Going on from the last one, and not from the best.
+    left = iter([0.0])
+    _, printed = run(**config, resume=True)
+    assert "goes on from step 15" in printed
 
 
 def test_augmentation_moves_and_mirrors_whole_images():
