@@ -207,4 +207,5 @@ def _told(found: Sequence[Mapping[str, Any]]) -> str:
     names = [f"{x} {versions[x]}" for x in ("jax", "flax", "optax") if x in versions]
     made = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     lines = "\n".join(f"    {x}" for x in commands)
-    return f"{lines}\n\n({found[0]['hardware']}; {', '.join(names)}; {made}.)\n"
+    hardware = "; ".join(dict.fromkeys(x["hardware"] for x in found))
+    return f"{lines}\n\n({hardware}; {', '.join(names)}; {made}.)\n"

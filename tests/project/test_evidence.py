@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import evidence, gpu, picture, price
+from benchmarks import every_gpu, evidence, gpu, picture, price
 from benchmarks.counting import steps
 from benchmarks.counting.results import by_form
 from benchmarks.networks.families import FAMILIES, Rematerialised
@@ -162,20 +162,10 @@ def test_how_well_counting_predicts_is_said_as_it_was():
 
 
 def test_what_the_page_says_is_gained_was_counted():
-    shown = {
-        "GPT, 163M parameters": "gpt-160m",
-        "ResNet-18": "resnet-18",
-        "MLP, 27M parameters": "mlp",
-    }
-    for name, network in shown.items():
-        rows = {
-            row["contestant"]: row
-            for row in results("machinery")[network]["rows"]
-            if row["accum_steps"] == 1
-        }
-        ours, float32 = rows["jaxmp autocast"], rows["float32"]
-        shares = [f"{ours[x] / float32[x]:.2f}" for x in ("bytes", "peak")]
-        assert f"| {name} | {' | '.join(shares)} |" in PERFORMANCE.read_text()
+    (table,) = every_gpu.tables(results("every_gpu"))
+    assert len(table.rows) == 6
+    assert len(table.rows[0]) == 1 + 5
+    assert table._replace(heading="").markdown() in PERFORMANCE.read_text()
 
 
 def test_the_price_on_the_performance_page_was_counted():
@@ -364,3 +354,16 @@ def test_what_float8_takes_was_timed():
     bf16, fp8 = (row["ms"]["median"] for row in rows)
     said = f"width 1024 takes {fp8:.1f} ms in float8 and {bf16:.1f} ms in bfloat16"
     assert said in words(ROOT / "docs/formats_narrow.md")
+
+
+def test_what_the_reports_name_of_planted_faults_was_counted():
+    *planted, nothing = results("faults")["planted faults"]["rows"]
+    programs, named, fixed = (
+        sum(x[key] for x in planted) for key in ("programs", "named", "fixed")
+    )
+    page = words(PERFORMANCE)
+    assert len(planted) == 8  # kinds
+    assert f"in a known line of {programs} small random programs" in page
+    assert f"the line of all {named}, and {fixed} agree with float32" in page
+    assert nothing["named"] == nothing["programs"]
+    assert f"In {nothing['programs']} programs without a fault it names nothing" in page
