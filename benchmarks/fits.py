@@ -1,8 +1,9 @@
 """The largest batch whose training step fits the memory of a GPU.
 
-From the memory of programs compiled for an H200 (extra ``aot``; nothing runs). What two
-batches need gives what an example needs, and what all share: parameters, Adam, and what
-the kernel's gradient takes.
+From the memory of programs compiled for an H200 (extra ``aot``; nothing runs), of a
+small batch and of one that about fills the largest memory. Between them memory grows
+from one example to the next as much as before or more, so that what lies on the line
+between the two fits.
 """
 
 from collections.abc import Iterator, Mapping
@@ -95,22 +96,30 @@ def counted(
             step = CHECKPOINT if step == HEAD_AGAIN else step
         elif has_kernel:
             one = one._replace(model=one.model.clone(**ATTENTION[fused]))
-        sizes = [one.batch_size, 2 * one.batch_size]
-        few, many = (needed(step, one._replace(batch_size=n)) for n in sizes)
-        each = (many - few) / sizes[0]
+        few = one.batch_size
+        state, least = needed(step, one)
+        # About as many as fit the largest memory.
+        many = few + int((SIZES[-1] * 1e9 - least) / (least - state) * few)
+        _, most = needed(step, one._replace(batch_size=many))
+        each = (most - least) / (many - few)
         yield {
             "network": name,
             "form": form,
+            "batches": [few, many],
             "each": each,
-            "all": few - each * sizes[0],
+            "all": least - each * few,
         }
 
 
-def needed(step: str, network: Network) -> int:
-    """Returns the bytes that a step needs, by the account of its program."""
+def needed(step: str, network: Network) -> tuple[int, int]:
+    """Returns the bytes of a state, and those that its step needs.
+
+    The latter are by the account of its program.
+    """
     made = contestant(step, network, dtype=jnp.bfloat16)
     args = jax.eval_shape(made.init), network.shapes()
-    return measure.peak(targets.compiled(made.step, *args, donated=1))
+    state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(args[0]))
+    return state, measure.peak(targets.compiled(made.step, *args, donated=1))
 
 
 def largest(row: Mapping[str, Any], size: float) -> int:
