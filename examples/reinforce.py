@@ -8,21 +8,19 @@ gave it. The two are different programs, which round differently even in one pre
 so that the ratio is not 1 before anything has been learned. In bfloat16 it is some
 seven times as far from 1 as in float16: see Qi et al., "Defeating the
 Training-Inference Mismatch via FP16", 2025, https://arxiv.org/abs/2510.26788. With the
-last matmul in float32 it is 1 here. `agreement` measures that for any two functions.
+last matmul in float32 it is 1 here. `jaxmp.parity` measures that for any two functions.
 
 Only probabilities need the digits of float16. Their gradients are computed in bfloat16,
 which has the range of float32, so that there is no loss scale and no skipped step.
 """
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import tyro
 from rich.console import Console
@@ -76,31 +74,6 @@ def log_probs(model: LM, params: Any, tokens: jax.Array) -> jax.Array:
     logits: Any = model.apply(params, tokens[:, :-1])
     logits = jax.nn.log_softmax(logits)
     return jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
-
-
-class Agreement(NamedTuple):
-    """How far the log-probabilities of two functions are apart, in nats."""
-
-    rms: float
-    largest: float
-    outside: float  # share of the ratios of probabilities outside 1 +- band
-    by_token: np.ndarray  # RMS at each place in the row, float32[length]
-
-
-def agreement(
-    one: Callable[..., jax.Array],
-    other: Callable[..., jax.Array],
-    *args: Any,
-    band: float = 0.01,
-) -> Agreement:
-    """Compares two functions that return log-probabilities ``[rows, length]``."""
-    apart = np.asarray(jax.jit(one)(*args)) - np.asarray(jax.jit(other)(*args))
-    return Agreement(
-        rms=float(np.sqrt(np.mean(apart**2))),
-        largest=float(np.abs(apart).max()),
-        outside=float(np.mean(np.abs(np.expm1(apart)) > band)),
-        by_token=np.sqrt(np.mean(apart**2, axis=0)),
-    )
 
 
 def sample(model: LM, rows: int, length: int, params: Any, key: jax.Array):
@@ -164,20 +137,23 @@ def main(config: Config, console: Console | None = None) -> tuple[dict, list[flo
     draw = jax.jit(partial(sample, model, config.rows, config.length))
     tokens, _ = draw(params, jax.random.key(1))
     exact = partial(log_probs, model)
+    options: Any = {"log_probs": True, "band": config.band}
     outside = f"outside {config.band:.0%}"
     table = Table("against float32", "RMS", "largest", outside, "sampler, RMS")
     found = {}
     for name, (policy, paths) in PRECISIONS.items():
         rounded = jaxmp.autocast(exact, policy, float32_paths=paths)
-        found[name] = agreement(rounded, exact, params, tokens, band=config.band)
+        report = jaxmp.parity(exact, rounded, **options)(params, tokens)
+        (found[name],) = report.outputs
         # The sampler's own log-probabilities, against the trainer's in one precision.
         drawing = partial(sample, model, config.rows, config.length)
         drawn = jax.jit(jaxmp.autocast(drawing, policy, float32_paths=paths))
         own, old = drawn(params, jax.random.key(1))
-        sampler = agreement(rounded, lambda *_, old=old: old, params, own)
-        rms, largest, share, _ = found[name]
-        shown = (f"{rms:.1e}", f"{largest:.1e}", f"{share:.1%}", f"{sampler.rms:.1e}")
-        table.add_row(name, *shown)
+        report = jaxmp.parity({"result": old}, rounded, **options)(params, own)
+        (sampler,) = report.outputs
+        x = found[name]
+        shown = f"{x.rms:.1e}", f"{x.largest:.1e}", f"{x.outside:.1%}"
+        table.add_row(name, *shown, f"{sampler.rms:.1e}")
     console.print(table)
     rewards = list(train(model, params, config))
     console.print(

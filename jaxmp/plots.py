@@ -21,6 +21,7 @@ from ._base.dtypes import as_dtype, is_narrow
 from ._base.names import not_installed
 from ._diagnosis.exponents import RecordRangesState, exponent_histogram
 from ._diagnosis.overflow.report import OverflowReport
+from ._diagnosis.parity.report import ParityReport
 from ._diagnosis.ranges import range_report, suggest_loss_scale
 from ._diagnosis.sensitivity.report import SensitivityReport
 from ._training.loss_scale_state import LossScaleState, get_loss_scale_state, scale_in
@@ -30,9 +31,10 @@ try:
 except ModuleNotFoundError as _error:
     raise not_installed(__name__, "matplotlib", "plot") from _error
 
-__all__ = ["exponents", "loss_scale", "overflow", "sensitivity"]
+__all__ = ["exponents", "loss_scale", "overflow", "parity", "sensitivity"]
 
 _ROWS = 10  # of a picture of modules
+_NAMED = 30  # modules have room for their names below a picture
 _DASHED: dict[str, Any] = {"color": "black", "linestyle": "--"}
 
 
@@ -240,6 +242,60 @@ def overflow(report: OverflowReport) -> Axes:
     left.set(xlabel="fewest bits below overflow", xlim=(0, None))
     right.set(xlabel="% lost to zero", xlim=(0, None))
     return _with_legend(left)
+
+
+def parity(report: ParityReport, *, ax: Axes | None = None) -> Axes:
+    """Draws how far two programs are apart along their depth.
+
+    The line has the error of what each module computes, as the programs run. The points
+    have what its own lines add, given the same, and the shaded range is what rounding
+    explains of that. A point above it is a difference, and the first has its name.
+    Modules are in the order of the program. Errors of 0 and Inf lie at the edges.
+
+    Args:
+        report: What :func:`jaxmp.parity` returned.
+        ax: Where to draw; None makes a new figure.
+
+    Returns:
+        The axes.
+
+    Examples:
+        >>> import jaxmp.plots
+        >>> def model(x, slope):
+        ...     with jax.named_scope("head"):
+        ...         return jnp.tanh(slope * x)
+        >>> x = jnp.linspace(0, 1, 8)
+        >>> report = jaxmp.parity(lambda x: model(x, 1.0), lambda x: model(x, 1.1))(x)
+        >>> jaxmp.plots.parity(report).get_title()
+        'head is the first that differs'
+    """
+    _check_report(report, ParityReport, "parity", "parity(f, g)(*args)")
+    rows = report.modules
+    found = np.array([(x.error, x.added, x.typical) for x in rows]).reshape(-1, 3)
+    seen = found[(found > 0) & np.isfinite(found)]
+    low, high = (seen.min(), seen.max()) if seen.size else (1e-8, 1.0)
+    error, added, typical = np.clip(found, low / 3, high * 3).T
+    axes, place = _subplots(1, (7, 4), ax), np.arange(len(rows))
+    label = "explained by rounding"
+    axes.fill_between(place, low / 3, typical, color="0.9", step="mid", label=label)
+    axes.plot(place, error, color="black", label="as the programs run")
+    differs = np.array([x.differs for x in rows], bool)
+    for which, style in ((~differs, {"fillstyle": "none"}), (differs, {})):
+        label = "added" if style else "added, more than rounding"
+        options = {"linestyle": "", "marker": "o", "color": "black", "label": label}
+        if which.any():
+            axes.plot(place[which], added[which], **(options | style))
+    title = "No module adds more than rounding explains"
+    if (first := report.first) is not None:
+        where = next((i for i, x in enumerate(rows) if x.path == first.path), 0)
+        axes.axvline(where, **_DASHED)
+        title = f"{first.path or 'What is in no module'} is the first that differs"
+    axes.set(xlabel="modules in the order of the program", ylabel="relative error")
+    axes.set(yscale="log", ylim=(low / 4, high * 4), title=title)
+    if len(rows) <= _NAMED:
+        axes.set_xticks(place, [x.name for x in rows], rotation=60, ha="right")
+        axes.set_xlabel("")
+    return _with_legend(axes, ax)
 
 
 def sensitivity(report: SensitivityReport) -> Axes:

@@ -2,8 +2,11 @@
 
 import functools
 import json
+from pathlib import Path
 
+import equinox as eqx
 import flax.linen as nn
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -630,3 +633,108 @@ def test_traced_arguments_and_models_are_refused():
         jax.jit(lambda x: jaxmp.parity(jnp.sin, jnp.sin)(x))(X)
     with pytest.raises(TypeError, match="Pass a function that calls"):
         jaxmp.parity(Model(), plain)
+
+
+# PyTorch
+
+TORCH = dict(np.load(Path(__file__).parent / "stored" / "gpt.npz"))
+WEIGHTS = {
+    key.removeprefix("weights/"): TORCH.pop(key)
+    for key in [*TORCH]
+    if "weights/" in key
+}
+ROWS = TORCH.pop("tokens")
+
+
+def port(weights, tokens, fault=""):
+    """Computes what the model of PyTorch in `stored/gpt.py` does."""
+
+    def scope(name):
+        return jax.named_scope(name.replace(".", "/"))
+
+    def linear(name, x):
+        with scope(name.rpartition(".")[2]):
+            kernel = weights[f"{name}.weight"].T
+            is_wrong = (fault, name) == ("transposed", "h.1.attn.c_proj")
+            return x @ (kernel.T if is_wrong else kernel) + weights[f"{name}.bias"]
+
+    def norm(name, x):
+        with scope(name.rpartition(".")[2]):
+            mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
+            x = (x - mean) / jnp.sqrt(variance + 1e-5)
+            return x * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    def attend(name, x):
+        with scope("attn"):
+            q, k, v = jnp.split(linear(f"{name}.c_attn", x), 3, -1)
+            shape = (*x.shape[:2], HEADS, HEAD)
+            out = jax.nn.dot_product_attention(
+                *(x.reshape(shape) for x in (q, k, v)), is_causal=True
+            )
+            return linear(f"{name}.c_proj", out.reshape(x.shape))
+
+    def mlp(name, x):
+        with scope("mlp"):
+            x = linear(f"{name}.c_fc", x)
+            with scope("act"):
+                x = jax.nn.gelu(x, approximate=fault == "activation")
+            return linear(f"{name}.c_proj", x)
+
+    with scope("wte"):
+        x = weights["wte.weight"][tokens]
+    with scope("wpe"):
+        place = weights["wpe.weight"][jnp.arange(LENGTH)]
+    x = x + place
+    for i in range(BLOCKS):
+        with scope(f"h.{i}"):
+            x = x + attend(f"h.{i}.attn", norm(f"h.{i}.ln_1", x))
+            x = x + mlp(f"h.{i}.mlp", norm(f"h.{i}.ln_2", x))
+    return norm("ln_f", x) @ weights["wte.weight"].T
+
+
+@pytest.mark.parametrize(
+    ("fault", "module"),
+    [("", None), ("activation", "h/0/mlp/act"), ("transposed", "h/1/attn/c_proj")],
+)
+def test_a_port_from_pytorch_is_compared_with_its_stored_run(fault, module):
+    report = compare(TORCH, functools.partial(port, fault=fault), WEIGHTS, ROWS)
+    assert (report.first and report.first.path) == module, report
+    assert len(report.modules) > 18
+    assert report.outputs[0].name == "result"
+    assert report.reference_only == ()
+
+
+# Frameworks
+
+
+def test_modules_of_equinox_and_haiku_are_compared():
+    class Net(eqx.Module):
+        first: eqx.nn.Linear
+        second: eqx.nn.Linear
+
+        def __call__(self, x, slope):
+            return self.second(jnp.tanh(slope * self.first(x)))
+
+    keys = jax.random.split(jax.random.key(0))
+    net = Net(eqx.nn.Linear(8, 8, key=keys[0]), eqx.nn.Linear(8, 4, key=keys[1]))
+
+    def in_equinox(net, x, slope=1.0):
+        return jax.vmap(lambda x: net(x, slope))(x)
+
+    def in_haiku(net, x, slope=1.0):
+        def forward(x):
+            x = hk.Linear(8, name="first")(x)
+            return hk.Linear(4, name="second")(jnp.tanh(slope * x))
+
+        params = {
+            name: {"w": layer.weight.T, "b": layer.bias}
+            for name, layer in (("first", net.first), ("second", net.second))
+        }
+        return hk.without_apply_rng(hk.transform(forward)).apply(params, x)
+
+    assert compare(in_equinox, in_haiku, net, X).first is None
+    bent = functools.partial(in_haiku, slope=1.1)
+    report = compare(in_equinox, bent, net, X)
+    assert report.first.path == "", report
+    assert report.first.value == "what goes into `second`"
+    assert {x.path for x in report.modules} >= {"first", "second"}

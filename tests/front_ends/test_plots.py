@@ -185,6 +185,7 @@ def test_a_picture_is_the_current_figure_of_pyplot(tmp_path):
         lambda: jaxmp.plots.exponents(VALUES),
         lambda: jaxmp.plots.loss_scale(history([True])),
         lambda: jaxmp.plots.overflow(of_an_overflow()),
+        lambda: jaxmp.plots.parity(of_a_difference()),
         lambda: jaxmp.plots.sensitivity(of_two_layers()),
     ):
         pyplot.close("all")
@@ -240,6 +241,37 @@ def of_an_overflow():
 @functools.cache
 def of_two_layers():
     return jaxmp.sensitivity(layers([1.0] * 2), "bfloat16")(W, X)
+
+
+@functools.cache
+def of_a_difference():
+    def model(x, slope):
+        for i in range(3):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.tanh(slope * x if i == 1 else x)
+        return x
+
+    f, g = (functools.partial(model, slope=slope) for slope in (1.0, 1.1))
+    return jaxmp.parity(f, g)(X)
+
+
+def test_parity_draws_errors_along_depth_with_the_first_that_differs():
+    report = of_a_difference()
+    ax = jaxmp.plots.parity(report)
+    assert ax.get_title() == "layer_1 is the first that differs"
+    names = [x.get_text() for x in ax.get_xticklabels()]
+    assert names == [x.path for x in report.modules] == [f"layer_{i}" for i in range(3)]
+    drawn = {x.get_label(): x for x in ax.lines}
+    (added,) = drawn["added, more than rounding"].get_ydata()
+    assert added == report.first.added
+    errors = drawn["as the programs run"].get_ydata()
+    np.testing.assert_array_equal(errors[1:], [x.error for x in report.modules[1:]])
+    assert ax.get_yscale() == "log"
+    (_, where), _ = drawn.popitem()[1].get_data()
+    assert where == 1
+    equal = jaxmp.parity(jnp.sin, jnp.sin)(X)
+    title = "No module adds more than rounding explains"
+    assert jaxmp.plots.parity(equal).get_title() == title
 
 
 def test_overflow_draws_ten_modules_forward_and_backward_with_the_fault():

@@ -108,6 +108,7 @@ REPORTS = {
     jaxmp.plots.overflow: jaxmp.find_overflow(loss_fn)(
         *jaxmp.cast_tree((SMALL, X), "float16")
     ),
+    jaxmp.plots.parity: jaxmp.parity(loss_fn, loss_fn)(SMALL, X),
     jaxmp.plots.sensitivity: jaxmp.sensitivity(loss_fn, "bfloat16")(SMALL, X),
 }
 

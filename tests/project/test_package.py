@@ -46,9 +46,9 @@ HOUSES = {
     "core": ("_base _training _gradients", 4_305),
     "optimizers": ("_optimizers", 1_150),
     "devices": ("_devices", 925),
-    "engine": ("_jaxprs _ops _attention _head _autocast", 10_130),
+    "engine": ("_jaxprs _ops _attention _head _autocast", 10_000),
     "residuals": ("_residuals", 790),
-    "tools": ("_compiled _diagnosis", 9_600),
+    "tools": ("_compiled _diagnosis", 9_630),
 }
 CORE = {"_base", "_training", "_gradients"}
 LATER = "_base.later"

@@ -111,7 +111,7 @@ class Pairs:
     Attributes:
         slots: The slot of the reference for a crossing and an iteration.
         alias: The crossing and iteration that has it for one with the same value.
-        results: The pairs of results, by name.
+        results: Of each result its name in the reference, and its slot there.
         only: The modules that only the reference has, and those only the program has.
         notes: What could not be compared.
     """
@@ -124,7 +124,7 @@ class Pairs:
         self.slots: dict[Key, Slot] = {}
         self.alias: dict[Key, Key] = {}
         self.notes: list[str] = []
-        self.results: dict[str, tuple[Slot, Slot]] = {}
+        self.results: dict[str, tuple[str, Slot]] = {}
         renamed = _renamed(paths_of(reference), paths_of(ours), names or {})
         theirs = {
             x if x.kind == RESULT else x._replace(path=renamed[x.path]): y
@@ -163,7 +163,7 @@ class Pairs:
             slot, reference = own[name], other[their]
             if _kind(slot) == _kind(reference):
                 self.slots[slot.source, slot.iteration] = reference
-                self.results[name] = reference, slot
+                self.results[name] = their, reference
         missing = [f"`{x}`" for x in own if x not in self.results]
         if missing and other:
             self.notes.append(clipped(f"not compared: {', '.join(missing)}", 200))

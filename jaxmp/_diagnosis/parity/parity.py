@@ -70,9 +70,10 @@ def parity(
     unit in the last place of its dtype. Rounding to nearest moves them by half of that
     at most.
 
-    Of a gradient, the forward pass is compared by module and the gradients as results.
-    What only moves or casts arguments, such as the transpose of a weight, is compared
-    with what is computed of it.
+    Results are those of ``jax.jit``, which may leave out roundings; modules have every
+    rounding that is written. Of a gradient, the forward pass is compared by module, and
+    the gradients as results. What only moves or casts arguments, such as the transpose
+    of a weight, is compared with what is computed of it.
 
     Args:
         reference: Function that JAX can trace, or arrays: a dict, or the path of an
@@ -267,6 +268,9 @@ class Comparison:
         run = self.program.compiled({i: x.array.dtype for i, x in given.items()})
         self.free, self.forced = run(FREE), run(FORCED, given)
         self.draws = [run(draw, given) for draw in DRAWS]
+        self.results = [
+            x.results() for x in (*[first] * (stored is None), self.program)
+        ]
 
     def _value(self, slot: Slot, run: int = 0) -> Any:
         """Returns a value of the reference, None where it was not computed."""
@@ -372,11 +376,10 @@ class Comparison:
         return max(found)
 
     def _outputs(self, log_probs: bool, band: float) -> Iterator[OutputParity]:
-        """Yields how far results are apart, as the programs run."""
-        for name, (reference, slot) in self.pairs.results.items():
-            key = slot.source, slot.iteration
-            number, index = self.pairs.alias.get(key, key)
-            x, y = self._value(reference), self.free[number].array[index]
+        """Yields how far results are apart, as ``jax.jit`` computes them."""
+        for name, (their, slot) in self.pairs.results.items():
+            x = self.results[0][their] if self.theirs else slot.source
+            y = self.results[-1][name]
             if not jnp.issubdtype(x.dtype, jnp.inexact):
                 share = float(np.mean(x != y)) if x.size else 0.0
                 far = share**0.5, float(share > 0), share
@@ -440,9 +443,12 @@ def _merged(rows: Sequence[ModuleParity]) -> Iterator[ModuleParity]:
     by_path: dict[str, list[ModuleParity]] = {}
     for x in rows:
         by_path.setdefault(x.path, []).append(x)
-    for same in by_path.values():
-        first = next((x for x in same if x.differs), None)
-        yield first or max(same, key=lambda x: x.added)
+    found = [
+        next((x for x in same if x.differs), max(same, key=lambda x: x.added))
+        for same in by_path.values()
+    ]
+    places = {id(x): i for i, x in enumerate(rows)}
+    yield from sorted(found, key=lambda x: places[id(x)])
 
 
 def _wide(x: Any) -> Any:

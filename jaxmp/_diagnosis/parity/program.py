@@ -117,6 +117,12 @@ class Program:
         self.bodies: list[range] = []  # of each, the numbers of the crossings in it
         _jaxpr.trace(lambda *arrays: self._replayed(FREE, {}, arrays), self.arrays)
 
+    def results(self) -> dict[str, np.ndarray]:
+        """Returns the results as ``jax.jit`` computes them, by name."""
+        outs = jax.jit(_jaxpr.jaxpr_as_fun(self.jaxpr))(*self.arrays)
+        named = zip(self.names, outs, strict=True)
+        return {name: np.asarray(x) for name, x in named if _is_number(x)}
+
     def compiled(self, dtypes: Mapping[int, Any]) -> Callable[..., dict[int, Seen]]:
         """Compiles the program for some crossings: the dtypes given there, by number.
 
@@ -381,7 +387,7 @@ class Named(Replay):
         if kind == OUT:
             y = y._replace(after=x.after | call.bit)
         array = _jaxpr.as_array(x.array)
-        if array.dtype == bool or jnp.issubdtype(array.dtype, np.number):
+        if _is_number(array):
             blamed = call if kind == NAMED else (*(Call(()),), *x.chain)[-1]
             number, type = len(crossings), jax.typeof(array)
             order = *around.order, x.uid, number
@@ -399,6 +405,11 @@ class Named(Replay):
                 y = y._replace(array=array, moved=False)
         self._steps[key] = y
         return y
+
+
+def _is_number(x: Any) -> bool:
+    """Whether an array can be compared, unlike a random key."""
+    return x.dtype == bool or jnp.issubdtype(x.dtype, np.number)
 
 
 def _after(values: Iterable[Value]) -> int:
