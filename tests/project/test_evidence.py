@@ -367,3 +367,17 @@ def test_what_the_reports_name_of_planted_faults_was_counted():
     assert f"the line of all {named}, and {fixed} agree with float32" in page
     assert nothing["named"] == nothing["programs"]
     assert f"In {nothing['programs']} programs without a fault it names nothing" in page
+
+
+def test_what_sharded_forms_hold_and_send_was_counted():
+    page, found = (ROOT / "docs/sharding.md").read_text(), results("sharded")
+    table = page.split("| Peak GiB, sent GB |")[1].split("\n\n")[0].splitlines()[2:]
+    said = [[x.strip() for x in row.split("|")[2:-1]] for row in table]
+    rows = {
+        (x["form"], n, x["micro-batches"]): f"{x['peak GiB']}, {x['GB sent']}"
+        for n in (8, 64, 256)
+        for x in found[f"{n} devices, 6.74 billion parameters, by form"]["rows"]
+    }
+    columns = (8, 1), (8, 4), (64, 1), (256, 1)
+    forms = dict.fromkeys(form for form, *_ in rows)
+    assert said == [[rows[form, *x] for x in columns] for form in forms]
