@@ -794,3 +794,15 @@ def test_a_convolution_says_that_its_float32_was_rounded():
         np.testing.assert_array_equal(y, y.astype("bfloat16").astype("float32"))
     plain = jaxmp.explain(loss)(*args).lines
     assert not any(x.rounded for x in plain)
+
+
+def test_a_matmul_that_float32_arithmetic_feeds_is_named():
+    def fun(x, w):
+        y = x @ w
+        y = (y - y.mean(-1, keepdims=True)) / 8
+        return jax.nn.relu(y) @ w  # here
+
+    args = shape(8, 8), shape(8, 8)
+    line, *_, last = jaxmp.explain(jaxmp.autocast(fun))(*args).lines
+    assert (line.dtype, line.rule) == ("bfloat16", 2)
+    assert line.reason == f"feeds a matmul ({last.number})"

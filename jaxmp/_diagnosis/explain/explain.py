@@ -264,12 +264,25 @@ def _of_consumers(x: Operation, step: Step) -> str:
         ]
     elif x.how in _HALF:
         chosen = [y for y in consumers if _multiplies(y) or y.how in _HALF]
+        chosen = chosen or [*_matmul_behind(consumers)]
     else:  # which keeps it in float32, as a 16-bit operation does not
         chosen = [y for y in consumers if not (_multiplies(y) or y.how in _HALF)]
     for consumer in chosen or consumers:
         name = "a matmul" if _multiplies(consumer) else clipped(consumer.name, 20)
         return f"feeds {name}{_where(consumer, x)}"
     return "returned" if x.is_returned or step.is_read_exactly else ""
+
+
+def _matmul_behind(consumers: Sequence[Operation]) -> Iterator[Operation]:
+    """Yields the first matmul that arithmetic of some consumers feeds."""
+    left, seen = [x for x in consumers if x.is_forward], set(consumers)
+    for x in left:
+        if _multiplies(x):
+            yield x
+            return
+        if x.step and x.step.kind in ("smooth", "exact"):
+            left += (new := [y for y in x.consumers if y not in seen and y.is_forward])
+            seen.update(new)
 
 
 def _kept(x: Operation) -> Operation | None:
