@@ -42,6 +42,8 @@ _HIGHEST = 'with jax.default_matmul_precision("highest"):'
 _FAR = 4
 _LARGEST = 2**16  # of the constants of which the numbers are looked at
 
+_SHIFTED = "shifted", "rows"  # what is said of a sum with an input that is rounded
+
 # What goes wrong in each pattern, and other formulas for some.
 _WHY = {
     "phase": "its result is a phase, and only the fraction of a turn matters",
@@ -69,6 +71,7 @@ _FORMULAS = {
 # sum: it is a sum of products, scaled; twice: and this is in it twice, as 2xy is
 # entry: each entry is made of the same entry of the product
 # moment: and it adds up squares; squared sum: it has been squared
+# added: an input was added to the product in float32
 # shifted: an input was added to the product, and the sum rounded
 # rows: and each row of it has all that the input has along its last axis
 # taken: then something that was given was taken away from it, or another of its rows
@@ -147,7 +150,7 @@ class _Search:
     def _enter(self, eqn: Equation, ins: list[Made], at: At) -> list[Made]:
         """Goes into an equation, a loop once: its start says what it carries."""
         carried = _jaxpr.call_layout(eqn).fixed_in
-        ins = [Made() if i in carried else x for i, x in enumerate(ins)]
+        ins = [_carried(x) if i in carried else x for i, x in enumerate(ins)]
         return self.walk.once(eqn, ins, at)
 
     def _operation(self, eqn: Equation, ins: list[Made], at: At) -> list[Made]:
@@ -162,8 +165,9 @@ class _Search:
             if _jaxpr.is_cast(eqn):
                 self._look_at_cast(eqn, ins[0], place)
                 if is_narrow(eqn.outvars[0].aval):
-                    raised = {("raised", x) for x in ins[0].of("high")}
-                    return ins[0]._replace(marks=ins[0].marks | raised)
+                    new = {("raised", x) for x in ins[0].of("high")}
+                    new |= {(x, n) for x in _SHIFTED for n in ins[0].of("added")}
+                    return ins[0]._replace(marks=ins[0].marks | new)
             lost = set[Any]() if _keeps_rows(eqn) else ins[0].of("rows")
             return ins[0]._replace(marks=ins[0].marks - {("rows", x) for x in lost})
         if multiplies_matrices(eqn):
@@ -302,7 +306,7 @@ def _marks(eqn: Equation, ins: Sequence[Made]) -> Iterator[tuple[str, Any]]:
     """Yields what is said of the result of an operation."""
     words = set[str]()
     if table.is_linear(eqn):
-        words |= {"sum", "moment", "twice", "shifted", "squares"}
+        words |= {"sum", "moment", "twice", "added", "shifted", "squares"}
         words |= {"times", "high", "raised"}
     if table.totals(eqn):
         words |= {"sum", "moment", "raised"}
@@ -322,9 +326,10 @@ def _marks(eqn: Equation, ins: Sequence[Made]) -> Iterator[tuple[str, Any]]:
     # What was given is added to a sum in 16 bits, and taken away again, as it is by
     # another row of the sum.
     if any(x.given and x.number is None for x in ins):
-        if table.adds_terms(eqn) and is_narrow(eqn.outvars[0].aval):
-            sums = [n for x in ins for n in x.of("sum")]
-            yield from ((word, n) for word in ("shifted", "rows") for n in sums)
+        if table.adds_terms(eqn):
+            words = _SHIFTED if is_narrow(eqn.outvars[0].aval) else ["added"]
+            sums = [n for x in ins for n in x.of("sum", "entry")]
+            yield from ((word, n) for word in words for n in sums)
         if table.subtracts(eqn):
             yield from (("taken", n) for x in ins for n in x.of("shifted"))
     if table.subtracts(eqn):
@@ -349,6 +354,11 @@ def _marks(eqn: Equation, ins: Sequence[Made]) -> Iterator[tuple[str, Any]]:
     yield from _lengths(eqn, ins)
     if table.multiplies(eqn) and not table.is_square(eqn):
         yield from _scaled(eqn, *ins)
+
+
+def _carried(x: Made) -> Made:
+    """Returns what is known of what a loop carries, if it starts from this."""
+    return Made(frozenset(mark for mark in x.marks if mark[0] == "rows"))
 
 
 def _keeps_rows(eqn: Equation) -> bool:
@@ -383,7 +393,8 @@ def _scaled(eqn: Equation, x: Made, factor: Made) -> Iterator[tuple[str, Any]]:
     if not factor.given:
         return
     is_two = factor.number is not None and abs(factor.number) == 2
-    kept = {"sum", "shifted", "rows", "squared", "squares", "total", "balanced", "unit"}
+    kept = {"sum", "squared", "squares", "total", "balanced", "unit"}
+    kept |= {"added", *_SHIFTED}
     kept |= {"moment", "squared sum", "high", "raised"}
     if not x.given:
         size = abs(factor.number) if factor.number else 1.0
