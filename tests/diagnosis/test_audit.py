@@ -1252,4 +1252,4 @@ def test_one_real_matmul_moves_less_than_four_as_its_page_says():
     text = " ".join(page.read_text().split())
     numbers = re.search(said.format("([0-9.]+)"), text)
     assert numbers is not None
-    np.testing.assert_allclose(moved, [*map(float, numbers.groups())], rtol=0.02)
+    np.testing.assert_allclose(moved, [*map(float, numbers.groups())], rtol=0.06)

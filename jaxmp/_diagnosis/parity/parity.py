@@ -42,7 +42,7 @@ from .program import (
 )
 from .report import ModuleParity, OutputParity, ParityReport
 
-Arrays = Mapping[str, Any] | str | os.PathLike
+Arrays = Mapping[str, Any] | str | os.PathLike[str]
 
 
 @explains("jaxmp.parity(f, g)(*args)")
