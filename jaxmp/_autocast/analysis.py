@@ -41,6 +41,7 @@ from .graph import Demand, accumulated, definitions_of, joined, on_ways, through
 from .needs import Need
 from .passes import MARKERS, REWRITES
 from .passes.apart import apart
+from .passes.unread import unread
 from .transfer import Spotted, masks_in, needs_of_inputs, powers_in
 
 BY_PATHS = "`float32_paths`"
@@ -112,6 +113,8 @@ class Analysis:
         self._consumers: Any = weakref.WeakKeyDictionary()
         self._programs: Any = weakref.WeakKeyDictionary()
         self._marks: Any = weakref.WeakKeyDictionary()
+        # Equations that are consumers of nothing, and what they return.
+        self._unread: set[Any] = set()
 
     # Classes, as the user has them.
 
@@ -188,15 +191,21 @@ class Analysis:
             This analysis; another one if something is marked, which other programs may
             share, also those that another thread plans now.
         """
-        new = self
-        for marker in MARKERS.values():
-            for owner, var, need in marker(jaxpr, scopes):
-                if new is self:
-                    new = copy.copy(self)
-                    new._start()
-                found = new._marks.setdefault(owner, {})
-                found[var] = found.get(var, needs.NOTHING) | need
+        idle = unread(jaxpr, scopes)
+        found = [x for find in MARKERS.values() for x in find(jaxpr, scopes, idle)]
+        if not (idle or found):
+            return self
+        new = copy.copy(self)
+        new._start()
+        new._unread = {*idle, *(var for eqn in idle for var in eqn.outvars)}
+        for owner, var, need in found:
+            marks = new._marks.setdefault(owner, {})
+            marks[var] = marks.get(var, needs.NOTHING) | need
         return new
+
+    def _is_unread(self, eqn: Equation) -> bool:
+        written_anew = bool(eqn.outvars) and self._unread.issuperset(eqn.outvars)
+        return eqn in self._unread or written_anew
 
     def consumers(self, jaxpr: Any, demand: Demand, scopes: Scopes = ()) -> Consumers:
         """Returns who reads the values of a jaxpr.
@@ -230,7 +239,10 @@ class Analysis:
             if out & needs.COMPARED and kind != "call":
                 eqn, kind = in_region(eqn, rules.COMPARING), "keep"
                 here = scopes + _jaxpr.scope_names(eqn)  # as the region is in it
-            if kind == "call":
+            is_unread = self._is_unread(eqn)
+            if is_unread:
+                found = [needs.NOTHING] * len(eqn.invars)
+            elif kind == "call":
                 within = inside(eqn, here)
                 found = self.needs_in(eqn, self.inside(eqn, read, within), within)
             else:
@@ -248,7 +260,7 @@ class Analysis:
             rows.append(Row(eqn, kind, back, here, read, out, tuple(found)))
             for var, one in zip(eqn.invars, found, strict=True):
                 if not isinstance(var, Literal):
-                    if not back:
+                    if not (back or is_unread):
                         forward.add(var)
                     if one:
                         need[var] |= one

@@ -539,6 +539,15 @@ def variables(atoms: Iterable[Any]) -> Iterator[Any]:
     return (x for x in atoms if not isinstance(x, Literal))
 
 
+def has_effects(eqn: JaxprEqn) -> bool:
+    """Whether ``eqn`` does something even if nobody reads what it returns.
+
+    To be of a mesh, or to read a reference, is called an effect, too.
+    """
+    others = "NamedAxisEffect", "ReadEffect"
+    return any(type(x).__name__ not in others for x in eqn.effects)
+
+
 def live(jaxpr: Any) -> list[JaxprEqn]:
     """Returns the equations that the outputs of a jaxpr, or effects, depend on."""
     body = open_jaxpr(jaxpr)

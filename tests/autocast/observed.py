@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from values import PASSES, Value
+from values import PASSES, Value, live
 
 import jaxmp
 from jaxmp._autocast import needs, rules
@@ -123,6 +123,8 @@ class _Program:
 
         for eqn in body.eqns:
             given = [read(x) for x in eqn.invars]
+            if _jaxpr.has_effects(eqn) and not _jaxpr.call_kind(eqn):
+                _decides(*given)
             found = [steps[x] for x in eqn.outvars if x in steps]
             # Autocast may write a loop and what comes after it for one loop.
             found.sort(key=lambda step: step.inside is None)
@@ -207,7 +209,8 @@ class _Program:
                 ]
             results.append(self.through(jaxpr, given, plan, within, rule))
         if kind == "cond":
-            _decides(ins[0])
+            if eqn.outvars:
+                _decides(ins[0])
             return [
                 new("branches", [x[i] for x in results], var, facts.get(var))
                 for i, var in enumerate(eqn.outvars)
@@ -341,13 +344,12 @@ def compared(values: Sequence[Value], allowed: Callable) -> Comparison:
     safe = frozenset(x for x in values if x.safeguard and not x.half)
     bound = allowed(values, frozenset())
     within = allowed(values, safe) if safe else bound
-    narrow = seen_in_16_bits(values)
+    narrow, read = seen_in_16_bits(values), live(values)
     found = Comparison([], [], [], [])
     for x in values:
-        is_read = bool(x.consumers) or x.returned
         if x.op in ("argument", "constant") or x.dtype != np.float32:
             continue
-        if x.half is None or not is_read:
+        if x.half is None or x not in read:
             continue
         if x.half and not bound[x.number]:
             found.beyond.append(x)
@@ -363,10 +365,12 @@ def compared(values: Sequence[Value], allowed: Callable) -> Comparison:
 def seen_in_16_bits(values: Sequence[Value]) -> set[Value]:
     """Returns what has 16 bits, or is given in 16 bits to all that read it."""
     found: set[Value] = set()
+    read = live(values)
     for x in reversed(values):
         takes = (
             (r.role == "matmul" and place < 2) or (r.role == "move" and r in found)
             for r, place in x.consumers
+            if r in read
         )
         if x.half or (not x.returned and all(takes)):
             found.add(x)

@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from jax import lax
-from values import PASSES, Value
+from values import PASSES, Value, live
 
 
 def named(text: str) -> set[str]:
@@ -118,6 +118,16 @@ class Sentences:
         until(self.is_mask, self.masks, values)
         until(self.is_made_of_products, self.products, values)
         until(self.is_made_by_powers, self.powers, values)
+        read, self.consumers = live(values), dict[Value, list[tuple[Value, int]]]()
+        for v in values:
+            self.consumers[v] = [x for x in v.consumers if x[0] in read]
+        self.back = {v for v in values if v.back}
+        until(self.is_slope, self.back, reversed(values))
+        for v in set(values) - read:
+            if any(x in read and self.is_alone(x) for x in self.arguments(v)):
+                for i, x in enumerate(v.of):
+                    if isinstance(x, Value):
+                        self.consumers[x].append((v, i))
         self.back = {v for v in values if v.back}
         until(self.is_slope, self.back, reversed(values))
         until(self.is_alike, self.alike, values)
@@ -235,8 +245,11 @@ class Sentences:
         return bools or (scaled and self.is_made_of(v, self.masks))
 
     def is_slope(self, v: Value) -> bool:
-        if v.op in PASSES or v in self.matmuls or v.returned:
-            return False
+        passes = v.op in PASSES or v in self.matmuls or v.returned
+        return not passes and self.is_alone(v)
+
+    def is_alone(self, v: Value) -> bool:
+        """Says if nobody reads a value but the backward pass, without its matmuls."""
         readers = self.read(v)
         ends = all(r in self.back and r not in self.matmuls for r, _ in readers)
         return bool(readers) and ends
@@ -245,7 +258,7 @@ class Sentences:
         """Returns who reads a value, or what moves return of it, and how."""
         found, moved = [], [v]
         for x in moved:
-            for r, place in x.consumers:
+            for r, place in self.consumers[x]:
                 if self.is_move(r) or (scaled and self.scales(r, place)):
                     moved += [r] * (r not in moved)
                 elif how := self.reads(r, place):
@@ -265,7 +278,7 @@ class Sentences:
     # Read exactly
 
     def is_read_exactly(self, v: Value) -> bool:
-        for r, place in v.consumers:
+        for r, place in self.consumers[v]:
             moved = self.is_move(r)
             if not moved and self.reads(r, place) == "exactly":
                 return True
@@ -370,7 +383,7 @@ class Sentences:
 
     def is_factor(self, v: Value) -> bool:
         """Says if a value, or what is made of it, multiplies what is handed on."""
-        for r, _ in v.consumers if v not in self.handed_on else ():
+        for r, _ in self.consumers[v] if v not in self.handed_on else ():
             product = r.op in PRODUCTS and r not in self.matmuls
             if r in self.handed_on and (r.op in ("mul", "div") or product):
                 return True
@@ -409,9 +422,11 @@ class Sentences:
         """Says if a scan stacks what it carries, and a checkpoint reads the stack."""
         if v.op != "carry":
             return False
-        stacks = [r for r, _ in v.consumers if r.op == "stack of scan"]
-        slices = [r for s in stacks for r, _ in s.consumers if r.back]
-        return any(r.op == "into checkpoint" for s in slices for r, _ in s.consumers)
+        stacks = [r for r, _ in self.consumers[v] if r.op == "stack of scan"]
+        slices = [r for s in stacks for r, _ in self.consumers[s] if r.back]
+        return any(
+            r.op == "into checkpoint" for s in slices for r, _ in self.consumers[s]
+        )
 
     def is_alike(self, v: Value) -> bool:
         """Says if a value of the backward pass repeats entries, or is made of such."""

@@ -7,6 +7,7 @@ jaxprs.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,8 @@ class Value:
     back: bool  # whether JAX wrote it to transpose
     kept: bool  # whether the user keeps it in float32
     place: int = 0  # among what its primitive returns
-    returned: bool = False  # by the program; or a loop or a branch is decided by it
+    # By the program; or a loop or a branch is decided by it, or an effect reads it.
+    returned: bool = False
     consumers: list[tuple["Value", int]] = dataclasses.field(default_factory=list)
     # What autocast does, for whoever compares, and no business of the oracle: whether
     # the value has 16 bits, None where autocast has written other operations; what
@@ -64,3 +66,15 @@ class Value:
             f"{self.number} = {self.op}({of}) {self.dtype}{list(self.shape)}"
             f"{marks}: {bits} ({self.rule})"
         )
+
+
+def live(values: Iterable[Value]) -> set[Value]:
+    """Returns the values that are returned, or that such are computed from."""
+    found: set[Value] = set()
+    left = [v for v in values if v.returned]
+    while left:
+        v = left.pop()
+        if v not in found:
+            found.add(v)
+            left += [x for x in v.of if isinstance(x, Value)]
+    return found

@@ -46,9 +46,9 @@ HOUSES = {
     "core": ("_base _training _gradients", 4_305),
     "optimizers": ("_optimizers", 1_150),
     "devices": ("_devices", 925),
-    "engine": ("_jaxprs _ops _attention _head _autocast", 10_000),
+    "engine": ("_jaxprs _ops _attention _head _autocast", 10_130),
     "residuals": ("_residuals", 790),
-    "tools": ("_compiled _diagnosis", 9_630),
+    "tools": ("_compiled _diagnosis", 9_640),
 }
 CORE = {"_base", "_training", "_gradients"}
 LATER = "_base.later"

@@ -14,7 +14,7 @@ multiplies by a matrix or adds up first, to compare a norm, may be rounded as an
 the loop is then about rounded numbers, from its first iteration to its last.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from typing import Any
 
 from ..._jaxprs import jaxpr as _jaxpr
@@ -48,7 +48,9 @@ def loops(
     return [in_region(x, rules.COMPARING) if decides(x) else x for x in eqns]
 
 
-def compared(jaxpr: Any, scopes: Scopes) -> Collection[tuple[Any, Any, Need]]:
+def compared(
+    jaxpr: Any, scopes: Scopes, unread: Set[Equation]
+) -> Collection[tuple[Any, Any, Need]]:
     """Returns what loops that decide by comparing are given to compare with.
 
     Whoever keeps the loop in float32, autocast or the user. A marker, see
@@ -62,6 +64,8 @@ def compared(jaxpr: Any, scopes: Scopes) -> Collection[tuple[Any, Any, Need]]:
             return
         found[owner] = []
         for eqn in filter(_jaxpr.call_kind, owner.eqns):
+            if eqn in unread:
+                continue
             at = At(owner, scopes + _jaxpr.scope_names(eqn))
             chosen_by = _decisions(eqn, at, _is_product)
             if chosen_by is None:

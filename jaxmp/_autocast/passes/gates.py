@@ -7,7 +7,7 @@ again.
 """
 
 import collections
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from typing import Any
 
 from ..._jaxprs import jaxpr as _jaxpr
@@ -25,14 +25,16 @@ from ..needs import Need
 _GATE, _SCALED, _NUMBER, _STATE = 1, 2, 4, 8
 
 
-def gates(jaxpr: Any, scopes: Scopes) -> Collection[tuple[Any, Any, Need]]:
+def gates(
+    jaxpr: Any, scopes: Scopes, unread: Set[Equation]
+) -> Collection[tuple[Any, Any, Need]]:
     """Returns the gates of which many multiply one another's results.
 
     And these results, where they are of the forward pass. A gate of a loop is one where
     it is used often in one iteration. A marker, see :mod:`jaxmp._autocast.passes`.
     """
     found: set[tuple[Any, Any, Need]] = set()
-    multiplications = _followed_by_many(jaxpr)
+    multiplications = _followed_by_many(jaxpr) - unread
     if not multiplications:  # as in most programs
         return found
 
