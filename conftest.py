@@ -53,6 +53,7 @@ from hypothesis import settings  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 import jaxmp  # noqa: E402
+from jaxmp._autocast.plan import Planner  # noqa: E402
 
 settings.register_profile("same", derandomize=True, database=None, deadline=None)
 settings.load_profile("same")
@@ -96,10 +97,10 @@ def pytest_collection_finish():
     gc.enable()
 
 
-# Folders whose tests compute gradients in float16 whose numbers need no scale.
+# Folders whose tests compute gradients in float16 whose numbers need no scale. In
+# `autocast` such a test has the mark `needs_no_scale`.
 UNSCALED = (
     "attention",
-    "autocast",
     "devices",
     "diagnosis",
     "front_ends",
@@ -108,6 +109,8 @@ UNSCALED = (
     "programs",
     "residuals",
 )
+# Folders whose tests of autocast have values in 16 bits, but where they say otherwise.
+NARROW = ("autocast",)
 NEEDS_NO_SCALE = pytest.mark.filterwarnings(
     "ignore:These gradients are computed in float16 without a loss scale"
 )
@@ -117,7 +120,8 @@ def pytest_collection_modifyitems(items):
     """Puts the longest tests first, and lets some do without a loss scale."""
     items.sort(key=lambda item: not item.path.stem.startswith(LONGEST))
     for item in items:
-        if item.path.parent.name in UNSCALED:
+        marks = map(item.get_closest_marker, ("needs_no_scale", "evidence"))
+        if item.path.parent.name in UNSCALED or any(marks):
             item.add_marker(NEEDS_NO_SCALE)
 
 
@@ -255,6 +259,43 @@ def in_both_orders(loss, dtype, argnums=0, grad=jax.value_and_grad):
 def names_of_the_docstrings(doctest_namespace):
     """Lets every docstring use the same four names."""
     doctest_namespace.update(jax=jax, jnp=jnp, optax=optax, jaxmp=jaxmp)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Fails a test of autocast in which no value has 16 bits: it tests nothing.
+
+    So it is with products of fewer than eight terms. A test that means to keep all in
+    float32 has the mark `keeps_float32`, or its module has.
+    """
+    marks = "keeps_float32", "evidence"  # the law of evidence has a cheaper test
+    if item.path.parent.name not in NARROW or any(map(item.get_closest_marker, marks)):
+        return (yield)
+    planned, program = [], Planner.program
+
+    def noted(self, *args, **kwargs):
+        plan = program(self, *args, **kwargs)
+        if not any(planned):
+            planned.append(any(map(_has_16_bits, plan.all_steps())))
+        return plan
+
+    Planner.program = noted
+    try:
+        result = yield
+    finally:
+        Planner.program = program
+    if planned and not any(planned):
+        pytest.fail(
+            "No value in this test has 16 bits, so that it tests nothing of autocast. "
+            "Multiply by matrices whose sums have eight terms or more; or mark it: "
+            "`@pytest.mark.keeps_float32`.",
+            pytrace=False,
+        )
+    return result
+
+
+def _has_16_bits(step):
+    return step.kind == "product" or any(x.half for x in step.outs)
 
 
 @pytest.fixture

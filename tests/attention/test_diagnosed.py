@@ -85,6 +85,7 @@ WHYS = {
 }
 
 
+@pytest.mark.keeps_float32
 @pytest.mark.parametrize(("fun", "args", "why"), WHYS.values(), ids=WHYS.keys())
 def test_the_reason_is_named(fun, args, why):
     report = jaxmp.audit(fun)(*args)

@@ -316,11 +316,13 @@ def check(
         assert abs(got / scale - expected) <= near, scale
 
 
+@pytest.mark.needs_no_scale
 @pytest.mark.parametrize("name", rest_is_evidence({x: x for x in PROGRAMS}, *USUAL))
 def test_no_cotangent_is_float16(name):
     check(*PROGRAMS[name])
 
 
+@pytest.mark.needs_no_scale
 @pytest.mark.parametrize("name", OPTIONS)
 def test_no_cotangent_is_float16_with_options(name):
     check(in_region, W, X, **OPTIONS[name])
@@ -376,6 +378,7 @@ TRAINERS = {
 SIMPLE = rest_is_evidence({x: x for x in ("mlp", "scan of remat")}, "mlp")
 
 
+@pytest.mark.needs_no_scale
 @pytest.mark.parametrize("of", SIMPLE)
 @pytest.mark.parametrize(
     "name", rest_is_evidence({x: x for x in TRAINERS}, "jit", "mesh")
@@ -409,6 +412,7 @@ def of_norm(loss):
     return jax.value_and_grad(penalty)
 
 
+@pytest.mark.needs_no_scale
 @pytest.mark.parametrize("of", SIMPLE)
 def test_second_derivatives_are_bfloat16(of):
     loss, *args = PROGRAMS[of]
@@ -448,6 +452,7 @@ def test_forward_mode_behind_one_is_refused_by_the_words_of_jax_which_the_faq_ha
     assert f"### {str(error.value).splitlines()[0].split(' function')[0]}" in faq
 
 
+@pytest.mark.needs_no_scale
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_residuals_of_eight_bits_go_with_it(kind):
     check(mlp, W, X, residuals=kind, allowed=0.05)
@@ -517,6 +522,7 @@ def test_a_planted_underflow_of_gradients_is_none(seed):
     assert all(one.agrees(exact) for one in ours)
 
 
+@pytest.mark.needs_no_scale
 @pytest.mark.skipif(bool(targets.unavailable()), reason=str(targets.unavailable()))
 def test_what_an_activation_stores_for_the_other_pass_is_16_bits(compiled_anew):
     def loss(w, x):

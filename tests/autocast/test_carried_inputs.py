@@ -128,6 +128,7 @@ def losses(fun):
     return lambda p, x: jnp.sum(jnp.sin(fun(p, x)))
 
 
+@pytest.mark.needs_no_scale
 @pytest.mark.parametrize(("program", "loop", "dtype"), rest_is_evidence(CASES, *USUAL))
 def test_a_loop_that_carries_inputs_has_the_digits_of_the_unrolled(
     program, loop, dtype

@@ -113,6 +113,7 @@ LOOPS_16 = {
 }
 
 
+@pytest.mark.needs_no_scale
 @both_dtypes
 @pytest.mark.parametrize(("loss", "count"), LOOPS_16.values(), ids=LOOPS_16)
 def test_layers_with_a_product_between_hand_on_16_bits(loss, count, dtype):
@@ -215,6 +216,7 @@ def test_the_gate_of_the_last_value_but_one_has_its_digits(dtype):
     assert 0 < relative_error(found, exact) < 1.5 * relative_error(own, exact)
 
 
+@pytest.mark.needs_no_scale
 @both_dtypes
 def test_a_recurrent_layer_carries_16_bits_in_chunks_too(dtype):
     def loss(p, xs):
@@ -231,6 +233,7 @@ def test_a_recurrent_layer_carries_16_bits_in_chunks_too(dtype):
     assert carried(grad_fn, p, normal(3, 3, 3, 6, 8))[:2] == [{dtype}] * 2
 
 
+@pytest.mark.keeps_float32
 def test_complex_numbers_may_be_carried():
     def spun(z):
         return lax.scan(lambda z, _: (z * 1j / (2 + 1j), None), z, None, length=4)[0]
@@ -239,6 +242,7 @@ def test_complex_numbers_may_be_carried():
     assert jnp.array_equal(jaxmp.autocast(spun, "bfloat16")(z), spun(z))
 
 
+@pytest.mark.needs_no_scale
 @both_dtypes
 def test_what_tokens_send_back_to_a_state_adds_up_in_float32(dtype):
     """It is changed by what was computed of each of them, as in a delta rule."""
@@ -276,6 +280,7 @@ def test_what_a_loop_starts_from_has_its_digits_if_there_is_no_iteration(dtype):
     np.testing.assert_allclose(looped, squares(lambda n, iteration, h: h), rtol=1e-6)
 
 
+@pytest.mark.needs_no_scale
 @both_dtypes
 def test_weights_are_rounded_once_for_what_is_computed_again(dtype):
     def loss(p, x):

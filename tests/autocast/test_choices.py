@@ -44,6 +44,7 @@ CHOICES = {
 }
 
 
+@pytest.mark.needs_no_scale
 @pytest.mark.parametrize(
     ("choose", "dtype"), in_both_dtypes(CHOICES, "a maximum in place", "of segments")
 )

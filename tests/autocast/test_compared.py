@@ -116,6 +116,7 @@ def sampled(p):
     return jax.vmap(chain)(X[:2])
 
 
+@pytest.mark.keeps_float32
 @crossed("run dtype", SEARCHES, DTYPES)
 def test_searches_of_optax_move_as_in_float32(run, dtype):
     expected, found = at_once(run, jaxmp.autocast(run, dtype))(PARAMS)
@@ -124,6 +125,7 @@ def test_searches_of_optax_move_as_in_float32(run, dtype):
     np.testing.assert_allclose(found, expected, rtol=1e-3)
 
 
+@pytest.mark.keeps_float32
 @crossed("run dtype", [armijo, trust_region, sampled], DTYPES)
 def test_as_many_steps_are_taken_as_in_float32(run, dtype):
     expected, found = at_once(run, jaxmp.autocast(run, dtype))(PARAMS)
@@ -177,6 +179,7 @@ def by_equinox(w, z):
     return eqxi.while_loop(lambda s: s[0] < 2.0 - 1e-6, body, start, **options)[1]
 
 
+@pytest.mark.keeps_float32
 @crossed(
     "solve dtype", [solved, checkpointed, checkpointed_as_a_whole, by_equinox], DTYPES
 )

@@ -79,6 +79,7 @@ RULES = {"vjp": watched_vjp, "jvp": watched_jvp}
 ARGNUMS = {"x": 0, "w": 1, "both": (0, 1)}
 
 
+@pytest.mark.needs_no_scale
 @crossed("rule argnums wrap", RULES, ARGNUMS, AROUND)
 def test_rules_are_told_the_same_zeros_as_by_jax(rule, argnums, wrap):
     told, grads = {}, {}
@@ -101,6 +102,7 @@ def test_rules_are_told_the_same_zeros_as_by_jax(rule, argnums, wrap):
         assert relative_error(grads[name], grads["jax"]) < 5e-3
 
 
+@pytest.mark.needs_no_scale
 @around
 def test_a_rule_without_symbolic_zeros_gets_arrays(wrap):
     @jax.custom_vjp
@@ -148,6 +150,7 @@ CLOSED_OVER = {
 }
 
 
+@pytest.mark.needs_no_scale
 @pytest.mark.parametrize(
     ("order", "rule"), rest_is_evidence(CLOSED_OVER, "outside-vjp", "inside-jvp")
 )
@@ -271,6 +274,7 @@ def _(primals, tangents):
 WITH_INTEGERS = {"vjp": quantised, "jvp": levelled, "frexp": jnp.frexp}
 
 
+@pytest.mark.needs_no_scale
 @crossed("wrap rule", AROUND, WITH_INTEGERS)
 def test_a_rule_may_return_integers(wrap, rule):
     def loss(x, w):

@@ -214,11 +214,13 @@ OUT_OF_RANGE = {
 }
 
 
+@pytest.mark.needs_no_scale
 @crossed("loss dtype", STEEP, HALVES)
 def test_a_steep_function_and_a_product_may_read_the_same_value(loss, dtype):
     assert_gradients_near(loss, dtype, 2, V)
 
 
+@pytest.mark.needs_no_scale
 @pytest.mark.parametrize(("loss", "dtype"), in_both_dtypes(OUT_OF_RANGE, *OUT_OF_RANGE))
 def test_what_leaves_the_range_of_16_bits_is_not_cut_before_it_comes_back(loss, dtype):
     assert_gradients_near(loss, dtype, 4, V)

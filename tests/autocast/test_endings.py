@@ -134,6 +134,7 @@ def of_each(w, x):
     return jax.vmap(fixed_point, (None, 0))(w, x[:, None])
 
 
+@pytest.mark.keeps_float32
 @usually_bfloat16
 @pytest.mark.parametrize(
     "iterations",
@@ -211,6 +212,7 @@ def test_loops_that_end_at_a_count_or_a_token_run_in_16_bits(fun):
     assert found == [{"bfloat16"}]
 
 
+@pytest.mark.keeps_float32
 @pytest.mark.parametrize("fun", [confident, searched])
 def test_loops_that_compare_what_products_return_stay_float32(fun):
     found = product_dtypes(jaxmp.autocast(fun, "bfloat16"), W, X)

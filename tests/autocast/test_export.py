@@ -171,6 +171,7 @@ def symbolic(shapes):
     return shapes(*export.symbolic_shape("b, t"))
 
 
+@pytest.mark.needs_no_scale
 @pytest.mark.parametrize(
     ("name", "order", "dtype"),
     rest_is_evidence(

@@ -181,6 +181,7 @@ KEPT = {
 }
 
 
+@pytest.mark.keeps_float32
 @pytest.mark.filterwarnings("ignore:No matmul runs in float8")
 @pytest.mark.parametrize("name", KEPT)
 def test_other_products_stay_as_they_are_and_the_audit_says_why(name):
@@ -474,6 +475,7 @@ def test_forward_mode_is_refused_with_a_word_on_what_to_do():
     assert (F8, F8) in products(outside, PARAMS, X)
 
 
+@pytest.mark.keeps_float32
 def test_forward_mode_over_a_rule_of_the_users_gets_no_word_on_float8():
     @jax.custom_vjp
     def ruled(x):

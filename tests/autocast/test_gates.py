@@ -149,6 +149,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.needs_no_scale
 @crossed("wrap dtype", PRODUCTS, ["float16", "bfloat16"])
 def test_a_product_of_parts_is_in_range_where_that_of_float32_is(wrap, dtype):
     """Half of the factors are small and half large: 2^26 is out of float16's range."""

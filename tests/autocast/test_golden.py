@@ -29,6 +29,8 @@ def test_the_file_has_all_programs(programs):
 USUAL = [x for x in BEFORE if not re.fullmatch(r"generated \d*[13579]", x)]
 
 
+@pytest.mark.needs_no_scale
+@pytest.mark.keeps_float32  # some of the programs
 @pytest.mark.parametrize("name", rest_is_evidence({x: x for x in BEFORE}, *USUAL))
 def test_autocast_decides_as_the_file_says(programs, name):
     now = golden.rows(programs[name]) if name in programs else []

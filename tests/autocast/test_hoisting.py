@@ -115,6 +115,7 @@ def products_of_all_iterations(fun, *args):
     ]
 
 
+@pytest.mark.needs_no_scale
 @crossed("name dtype", [*LAYERS], [F16, BF16])
 def test_a_backward_scan_carries_no_weight_gradients(name, dtype):
     grad = gradient_of(name)
@@ -126,6 +127,7 @@ def test_a_backward_scan_carries_no_weight_gradients(name, dtype):
     assert_near(*at_once(cast, grad)((W, U), XS), dtype, 2)
 
 
+@pytest.mark.needs_no_scale
 def test_a_sum_that_has_begun_goes_on():
     def loss(w, xs):  # a layer in each iteration of another loop, which adds up too
         def outer(total, xs):
@@ -264,6 +266,8 @@ STAY = [accumulated, independent, counted, blocks, added_too, no_iterations]
 STAY += [large_batch, in_full, in_a_path, forward, read_in_the_iteration, inside]
 
 
+@pytest.mark.needs_no_scale
+@pytest.mark.keeps_float32
 @pytest.mark.parametrize("fun", STAY)
 def test_what_is_no_recurrent_layer_or_stays_float32_is_added_up_in_its_iterations(fun):
     paths = ("head",) if fun is in_a_path else ()
@@ -290,6 +294,7 @@ def cell():
     return jax.jit(CELL.init)(jax.random.key(0), xs), xs
 
 
+@pytest.mark.needs_no_scale
 def test_a_product_of_all_iterations_has_the_scopes_of_its_layer(cell):
     ops = jaxmp.DEFAULT_OPS.with_rounded_matmuls()
     cast = jaxmp.autocast(jax.grad(rnn), F16, ops=ops)
@@ -311,6 +316,7 @@ def test_what_a_path_keeps_in_float32_adds_up_in_the_iterations(cell):
     assert len(products_of_all_iterations(cast, *cell)) == 5
 
 
+@pytest.mark.needs_no_scale
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_the_gradient_of_a_layer_may_be_that_of_shards(check_vma):
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))

@@ -10,6 +10,9 @@ from benchmarks.counting import targets
 from benchmarks.counting.measure import traced
 from conftest import crossed, normal
 
+# It is about what stays float32.
+pytestmark = pytest.mark.keeps_float32
+
 HIGHEST = (lax.Precision.HIGHEST,) * 2
 DEFAULT = (lax.Precision.DEFAULT,) * 2
 

@@ -103,6 +103,7 @@ def gradient_of(name):
     return jax.grad(loss)
 
 
+@pytest.mark.needs_no_scale
 @pytest.mark.parametrize("name", RECURRENCES)
 def test_a_loop_of_a_gradient_is_given_rounded_weights(name):
     grad = gradient_of(name)
@@ -271,6 +272,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.needs_no_scale
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_backward_pass_reads_a_softmax_in_16_bits_wherever_it_is(name):
     x = jax.random.normal(jax.random.key(2), (9, 8))
@@ -355,6 +357,7 @@ def stacks(fun, *args):
     return found
 
 
+@pytest.mark.needs_no_scale
 def test_a_scan_stacks_for_the_backward_pass_in_bfloat16_what_it_multiplies_by():
     grad = jax.grad(loss_of(lstm))
     forward, _ = stacks(jaxmp.autocast(grad, BF16), (W, U), XS)
@@ -413,6 +416,7 @@ def test_a_decay_of_a_loop_written_out_in_an_iteration_has_all_its_digits():
     assert relative_error(*both) < 0.01
 
 
+@pytest.mark.needs_no_scale
 def test_what_may_leave_the_range_of_float16_is_stacked_in_float32():
     grad = jax.grad(loss_of(grows))
     both = at_once(jaxmp.autocast(grad, F16), grad)((W, U), XS)

@@ -141,6 +141,7 @@ def test_an_nnx_module_of_parameters_alone_is_an_ordinary_argument():
         np.testing.assert_allclose(out, model(x), atol=0.05)
 
 
+@pytest.mark.keeps_float32
 @pytest.mark.parametrize("wrapped", ["module", "function", "creates", "statistics"])
 def test_a_linen_module_wrapped_inside_another_is_refused_where_it_would_leak(wrapped):
     class Outer(nn.Module):
@@ -161,6 +162,7 @@ def test_a_linen_module_wrapped_inside_another_is_refused_where_it_would_leak(wr
     jaxmp.autocast(nn.Dense(4).init)(KEY, jnp.ones((2, 4)))
 
 
+@pytest.mark.keeps_float32
 @pytest.mark.parametrize("wrap", [lambda f: f, lambda f: lambda x: f(x), jax.grad])
 def test_a_bound_linen_module_is_refused_where_it_would_leak(wrap):
     net = nn.BatchNorm(use_running_average=False)

@@ -88,6 +88,8 @@ def gradient(layer):
     return jax.grad(loss, (0, 1, 4))
 
 
+@pytest.mark.keeps_float32  # in a region
+@pytest.mark.needs_no_scale
 @pytest.mark.parametrize(
     ("layer", "dtype"),
     in_both_dtypes(LAYERS | {n: behind_norm(f) for n, f in OTHERS.items()}, "dense"),

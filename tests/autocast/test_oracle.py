@@ -58,6 +58,7 @@ def fail_beyond(found: Comparison, program: str) -> None:
         )
 
 
+@pytest.mark.keeps_float32  # some of the programs
 @crossed("seed form", [*range(golden.GENERATED), *KNOWN], FORMS)
 def test_no_value_of_a_program_is_in_16_bits_that_no_sentence_allows(seed, form):
     fail_beyond(of_generated(seed, form), f"program {seed}, {form}")
@@ -76,6 +77,7 @@ def of_sums(seed: int, form: str) -> Comparison:
     return compared(values_of(fun, args), oracle.allowed)
 
 
+@pytest.mark.keeps_float32  # some of the programs
 @crossed("seed form", range(golden.GENERATED), FORMS)
 def test_no_value_that_is_also_returned_is_in_16_bits_that_no_sentence_allows(
     seed, form
@@ -228,6 +230,7 @@ STEPS = {
 }  # fmt: skip
 
 
+@pytest.mark.keeps_float32  # some of the programs
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("chunks", [False, True], ids=["", "in chunks"])
 @pytest.mark.parametrize("step", STEPS)

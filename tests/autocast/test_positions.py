@@ -95,6 +95,7 @@ def hold(loss, dtype, *args):
     assert off(found, exact) <= 3 * off(hand, exact)
 
 
+@pytest.mark.needs_no_scale
 @pytest.mark.parametrize(("read", "dtype"), in_both_dtypes(READS, "edges"))
 def test_a_difference_or_an_index_of_moved_positions_is_as_near_as_by_hand(read, dtype):
     hold(loss_of(moved, read), dtype, WEIGHTS, POSITIONS, FEATURES)
@@ -105,6 +106,7 @@ def test_so_it_is_wherever_they_are_moved(add):
     hold(loss_of(ADDS[add], READS["edges"]), "bfloat16", WEIGHTS, POSITIONS, FEATURES)
 
 
+@pytest.mark.needs_no_scale
 @both_dtypes
 def test_what_becomes_an_index_is_exact_without_positions(dtype):
     def loss(w, x, features):

@@ -116,6 +116,7 @@ def test_a_layer_reads_the_same_rounded_stream_in_both_passes():
     assert relative_error(found, expected) < 0.02
 
 
+@pytest.mark.needs_no_scale
 def test_what_the_forward_pass_reads_too_is_stacked_as_it_is():
     def fun(p, x):
         def body(x, p):

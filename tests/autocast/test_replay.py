@@ -28,6 +28,7 @@ def several(x):
     return jnp.logaddexp(x, 0.0)
 
 
+@pytest.mark.needs_no_scale
 @both_dtypes
 def test_a_region_may_call_what_has_several_results(dtype):
     def loss(w, x):
@@ -145,6 +146,7 @@ def test_a_product_that_is_written_in_bfloat16_returns_what_it_was_written_to():
         assert in_8 == [dtype, jnp.float32]
 
 
+@pytest.mark.needs_no_scale
 @both_dtypes
 def test_of_what_returns_several_values_the_first_may_be_stored(dtype):
     def fun(w, x):

@@ -101,6 +101,7 @@ def test_what_is_taken_away_is_resized_in_float32():
     assert found.count({"float32"}) == 4
 
 
+@pytest.mark.needs_no_scale
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_what_is_added_is_resized_as_near_as_in_16_bits(dtype):
     """A pyramid of features: each level is added to the next, and convolved."""

@@ -64,6 +64,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.needs_no_scale
 @pytest.mark.parametrize(
     ("loss", "dtype"), in_both_dtypes(LOSSES, "squares", "a norm", "scan")
 )
@@ -115,6 +116,7 @@ def of_its_change(w):
     return squared(z, Y) + ((z - X[:, :1]) @ V).std()
 
 
+@pytest.mark.needs_no_scale
 @both_dtypes
 def test_a_forecast_that_a_layer_reads_is_as_near_as_with_its_matmuls_cast(dtype):
     grad = jax.grad(of_its_change)
@@ -139,6 +141,7 @@ def test_the_audit_warns_of_a_far_bias_that_is_taken_away_and_the_cure_cures():
     assert relative_error(autocast(grad)(W), grad(W)) > 0.5
 
 
+@pytest.mark.needs_no_scale
 def test_targets_of_a_critic_are_no_infinite_numbers_in_float16():
     rewards = 1e5 * (1 + jnp.square(normal(4, 32)))
 
@@ -165,6 +168,7 @@ def test_what_is_added_to_a_result_keeps_its_digits(dtype):
     assert jnp.abs(found - exact).max() < 8 * float(jnp.finfo(dtype).eps)
 
 
+@pytest.mark.needs_no_scale
 @both_dtypes
 def test_an_update_written_inside_does_not_keep_gradients_in_float32(dtype):
     """What is computed from gradients is a result, but not of the forward pass."""

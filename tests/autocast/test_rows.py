@@ -62,6 +62,7 @@ LOOKUPS = {
 }
 
 
+@pytest.mark.needs_no_scale
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_the_gradient_of_a_lookup_is_a_choice_and_the_same_number(name):
     chosen, lookup = LOOKUPS[name]
@@ -103,6 +104,7 @@ def test_a_number_may_be_what_is_added():
     assert found.tolist() == [0, 0, 0, 2, 0, 0, 0, 0]
 
 
+@pytest.mark.keeps_float32
 def test_what_float32_takes_is_no_choice():
     assert X.shape in scattered(jaxmp.autocast(jax.grad(cross_entropy)), X)
 
@@ -116,6 +118,7 @@ def test_what_is_added_to_is_no_choice():
     assert X.shape in scattered(jaxmp.autocast(fun), X)
 
 
+@pytest.mark.needs_no_scale
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_the_gradient_of_logits_is_stored_as_the_products_take_it(dtype):
     """No float32 array of that size but the logits themselves leaves a fusion."""
@@ -151,6 +154,7 @@ def both_ends(table, w):
 TABLES = {"a layer": looked_up, "a graph": both_ends}
 
 
+@pytest.mark.needs_no_scale
 @crossed("lookup dtype", TABLES, ["float16", "bfloat16"])
 def test_the_gradient_of_a_table_is_off_by_a_few_last_digits(lookup, dtype):
     def loss(table, w):

@@ -121,6 +121,7 @@ PROGRAMS += [
 ]
 
 
+@pytest.mark.keeps_float32  # some of the examples
 @pytest.mark.parametrize(
     ("first", "then", "expected", "in_float16"),
     [(*program, program[-1])[:4] for program in PROGRAMS],

@@ -62,12 +62,14 @@ def embedded(table, w):
     return (jnp.tanh(x @ w[1]) * (x @ w[2]) + x * 16**0.5) @ w[3]
 
 
+@pytest.mark.needs_no_scale
 @both_dtypes
 def test_what_products_send_back_through_a_norm_to_a_lookup_is_near(dtype):
     grad = jax.grad(lambda *args: jnp.square(embedded(*args)).mean(), (0, 1))
     assert_near(*at_once(jaxmp.autocast(grad, dtype), grad)(X, W), dtype, 4)
 
 
+@pytest.mark.needs_no_scale
 @both_dtypes
 def test_a_gradient_whose_digits_are_needed_is_not_rounded(dtype):
     """One that is returned, and one of which a logarithm is taken."""

@@ -27,6 +27,7 @@ def loss_of(fun):
     return lambda x, w: (fun(x, w) ** 2).sum()
 
 
+@pytest.mark.needs_no_scale
 @pytest.mark.parametrize(
     ("fun", "dtype"),
     [

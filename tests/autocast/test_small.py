@@ -12,6 +12,9 @@ import jaxmp
 from benchmarks.counting.measure import product_dtypes, relative_error, traced
 from conftest import at_once, crossed, in_both_orders, normal
 
+# It is about what stays float32.
+pytestmark = pytest.mark.keeps_float32
+
 DTYPES = "bfloat16", "float16"
 POINTS = normal(0, 64, 3)
 TURN = jnp.linalg.qr(normal(1, 3, 3))[0]

@@ -189,6 +189,7 @@ def averages_of_subnormals(w, x):
 SEEN = [steps, twice, averages_of_subnormals, averages_out_of_range]
 
 
+@pytest.mark.needs_no_scale
 @crossed("loss order", SEEN, [*ORDERS])
 def test_who_computes_with_what_was_chosen_sees_its_digits(loss, order):
     x, dtype = abs(X) + 0.1, HALF if loss is steps else jnp.float16
@@ -208,6 +209,7 @@ def attention(softmax):
     return jax.value_and_grad(loss, (0, 1, 2))
 
 
+@pytest.mark.needs_no_scale
 @pytest.mark.parametrize("dtype", [jnp.float16, HALF])
 def test_what_rounding_leaves_of_the_sums_of_a_softmax_is_taken_out(dtype):
     plain = attention(jax.nn.softmax)
@@ -229,6 +231,7 @@ DROPOUTS = {
 }
 
 
+@pytest.mark.needs_no_scale
 @crossed("drop dtype", DROPOUTS, DTYPES)
 def test_what_dropout_divides_is_divided_in_float32(drop, dtype):
     loss = attention(lambda s: drop(jax.nn.softmax(s)))
@@ -238,6 +241,7 @@ def test_what_dropout_divides_is_divided_in_float32(drop, dtype):
     np.testing.assert_allclose(found, expected, rtol=jnp.finfo(dtype).eps)
 
 
+@pytest.mark.needs_no_scale
 @pytest.mark.parametrize(
     "dtype", [jnp.float16, pytest.param(HALF, marks=pytest.mark.evidence)]
 )
@@ -256,6 +260,7 @@ def test_attention_with_dropout_is_nearer_than_that_of_flax(order, dtype):
     assert relative_error(found, exact) < relative_error(own, exact)
 
 
+@pytest.mark.needs_no_scale
 def test_a_softmax_over_very_many_is_finite():
     def loss(s, v):
         return (jax.nn.softmax(s) @ v).sum()
@@ -265,6 +270,7 @@ def test_a_softmax_over_very_many_is_finite():
     assert jnp.isfinite(grads).all()
 
 
+@pytest.mark.needs_no_scale
 @both_dtypes
 @pytest.mark.parametrize(("length", "divides"), [(2**14, True), (2**26, False)])
 def test_the_weights_of_a_long_softmax_are_not_divided_by_their_sum(
@@ -512,6 +518,7 @@ FACTORS = {
 }
 
 
+@pytest.mark.needs_no_scale
 def test_factors_around_an_activation_leave_its_gradients_in_the_range_of_float16():
     def loss(scale, bias, x, before, behind):
         h = jnp.tanh((norm(x @ W) * scale + bias) * before) * behind
@@ -587,6 +594,7 @@ def check_gradient(case, dtype):
     assert_near(*at_once(jaxmp.autocast(grad, dtype), grad)(*args), dtype, limit)
 
 
+@pytest.mark.needs_no_scale
 @pytest.mark.parametrize(
     ("case", "dtype"), in_both_dtypes(GRADIENTS, "pooled, alone", "bias, a norm")
 )
@@ -618,6 +626,7 @@ def test_gradients_between_batch_norms_are_nearer_than_those_of_a_model_in_16_bi
         assert relative_error(got, grad) < relative_error(reference, grad)
 
 
+@pytest.mark.needs_no_scale
 def test_the_gradient_of_pooling_out_of_range_runs_in_float32():
     def loss(scale, bias, x):
         h = pooled(jnp.exp(3 * (norm(x @ W) * scale + bias)) * 1e6)
@@ -942,6 +951,7 @@ MAY_BE_THERE = {"device_put", "stop_gradient"}  # and what holds equations
 HOLDS = {"scan", "remat2", "checkpoint", "jit", "custom_jvp_call"}
 
 
+@pytest.mark.needs_no_scale
 @pytest.mark.parametrize("loss", ON_HOST)
 @crossed("policy order", [*DTYPES, "mixed_float16_bfloat16"], ORDERS)
 def test_nothing_is_rounded_in_the_memory_of_the_host(loss, policy, order):

@@ -21,6 +21,7 @@ ORDERS = {
 both_orders = pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
 
 
+@pytest.mark.needs_no_scale
 @both_orders
 def test_products_with_a_float32_result_have_16_bit_derivatives(order):
     def loss(w, x):
@@ -66,6 +67,7 @@ def test_the_gradients_of_copies_add_in_float32(copy):
     np.testing.assert_allclose(grad, 20_000 * 2.0**-3, rtol=1e-3)
 
 
+@pytest.mark.needs_no_scale
 @both_orders
 def test_the_gradients_of_a_weight_that_is_used_three_times_add_in_float32(order):
     parts = [1.0, 2.0**-12, 2.0**-12]  # of which a sum in float16 keeps the first
@@ -77,6 +79,7 @@ def test_the_gradients_of_a_weight_that_is_used_three_times_add_in_float32(order
     np.testing.assert_array_equal(grad, jnp.full((8, 8), sum(parts)))
 
 
+@pytest.mark.needs_no_scale
 def test_gradients_that_a_scan_adds_up_are_near_and_add_up_in_float32():
     def loss(w, b, x):
         return jnp.exp(x @ w + b).mean()
@@ -95,6 +98,7 @@ def test_gradients_that_a_scan_adds_up_are_near_and_add_up_in_float32():
     assert relative_error(cast(*args), jax.jit(accumulated)(*args)) < 2e-3
 
 
+@pytest.mark.keeps_float32
 def test_rotary_angles_and_other_outer_products_stay_float32():
     def angles(positions, frequencies):
         return jnp.sin(jnp.einsum("i,j->ij", positions, frequencies))
@@ -118,6 +122,7 @@ def test_squares_of_16_bit_values_do_not_overflow(square):
         np.testing.assert_allclose(got, want, rtol=1e-3)
 
 
+@pytest.mark.needs_no_scale
 @both_orders
 def test_unscaled_attention_logits_do_not_overflow(order):
     def loss(q, k):
@@ -160,6 +165,7 @@ def test_an_argument_beyond_float16_saturates_where_it_is_added():
     np.testing.assert_array_equal(infinite, -jnp.inf)
 
 
+@pytest.mark.needs_no_scale
 @both_orders
 def test_a_kernel_beyond_float16_shows_in_the_gradient_as_in_the_loss(order):
     # A finite gradient of a loss that is Inf would not have the step skipped.
@@ -171,6 +177,7 @@ def test_a_kernel_beyond_float16_shows_in_the_gradient_as_in_the_loss(order):
     assert not jnp.isfinite(grad).any()
 
 
+@pytest.mark.needs_no_scale
 @both_orders
 def test_dot_product_attention_runs_in_float16_on_this_backend(order):
     def loss(x):
@@ -243,6 +250,7 @@ def test_weight_gradients_of_single_examples_stay_float32():
     assert {"float32"} in found
 
 
+@pytest.mark.needs_no_scale
 def test_a_weight_gradient_beyond_float16_stays_finite_outside():
     def loss(w, x):
         return (x @ w).sum()
@@ -270,6 +278,7 @@ FACTORS = {
 }
 
 
+@pytest.mark.keeps_float32
 @pytest.mark.parametrize(
     "factors",
     # The derivatives of the others are made of these, or of products alone.
@@ -282,6 +291,7 @@ def test_gradients_of_factors_stay_float32(factors):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.needs_no_scale
 @crossed("order number", ORDERS, [2j, -2j, 1 - 1j])
 def test_a_complex_number_times_integers_has_no_sign(order, number):
     def loss(w):

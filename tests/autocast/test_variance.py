@@ -124,6 +124,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.needs_no_scale
 @pytest.mark.parametrize(
     ("moment", "dtype"), in_both_dtypes(MOMENTS, "similarity", "weights", "scan")
 )
