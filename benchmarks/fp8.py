@@ -36,6 +36,8 @@ FORMS = {
     "4 micro-batches": Form(accum_steps=4),
 }
 POLICIES = ("mixed_bfloat16", "mixed_fp8")
+# Smaller than the default, to show what that leaves out.
+OPS = jaxmp.DEFAULT_OPS.with_fp8(min_size=1024)
 
 
 class Decoder(NamedTuple):
@@ -155,7 +157,7 @@ def times(decoder: Decoder, forms: Sequence[str]) -> Iterator[dict[str, Any]]:
     compiled, samplers = {}, {}
     for form in forms:
         for policy in POLICIES:
-            cast = jaxmp.autocast(decoder.gradient(FORMS[form]), policy)
+            cast = jaxmp.autocast(decoder.gradient(FORMS[form]), policy, ops=OPS)
             program = jax.jit(cast).lower(params, *batch).compile()
             call = functools.partial(program, params, *batch)
             compiled[form, policy] = program
@@ -175,7 +177,7 @@ def count(
     decoder: Decoder,
     form: Form,
     policy: str,
-    ops: jaxmp.OpLists = jaxmp.DEFAULT_OPS,
+    ops: jaxmp.OpLists = OPS,
 ) -> dict[str, Any]:
     """Compiles a gradient and returns what was counted in it."""
     cast = jaxmp.autocast(decoder.gradient(form), policy, ops=ops)

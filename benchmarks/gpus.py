@@ -22,7 +22,7 @@ HEADS = 128, 256
 # Less than the first of these has no assembler in CUDA 13.
 GENERATIONS = "t4", "a100", "rtx3090", "l4", "rtx4090", "h200", "b200", "rtx5090"
 FULL = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
-SIZE, LENGTH = 1024, 64
+SIZE, LENGTH = 2048, 64
 
 
 def main(*, gpus: tuple[str, ...] = GENERATIONS) -> None:

@@ -203,7 +203,7 @@ def test_products_below_the_smallest_size_stay_as_they_are():
     grad = jax.value_and_grad(loss)
     ops = jaxmp.DEFAULT_OPS
     args = PARAMS, X
-    assert ops.min_size == 1024
+    assert ops.min_size == 2048
     for lists in (ops, ops.with_fp8(min_size=33)):
         as_before(grad, *args, ops=lists)
     report = jaxmp.audit(jaxmp.autocast(grad, "mixed_fp8", ops=lists))(*args)
@@ -219,7 +219,7 @@ def test_a_program_in_which_nothing_runs_in_float8_is_told_once():
         jax.make_jaxpr(small)(PARAMS, X)
     (warning,) = found
     assert warning.filename == __file__
-    assert "at least 1024" in str(warning.message)
+    assert "at least 2048" in str(warning.message)
     jax.make_jaxpr(small)(PARAMS, X)
     for cast in (
         fp8(GRAD),

@@ -391,7 +391,7 @@ def test_what_takes_float32_says_so_and_a_safeguard_has_its_name():
 
 
 def test_float8_is_what_matmuls_take():
-    fun, large = jaxmp.autocast(plain, "mixed_fp8"), shape(1024, 1024)
+    fun, large = jaxmp.autocast(plain, "mixed_fp8"), shape(2048, 2048)
     report = explained(fun, large, large)
     assert at(report, "h = jnp.tanh").matmuls == ("float8_e4m3fn",)
     assert at(report, "h = jnp.tanh").dtype == "bfloat16"

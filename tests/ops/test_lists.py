@@ -128,10 +128,10 @@ def test_lists_are_spelled_by_what_differs_from_the_default():
 def test_the_smallest_size_is_a_value_of_the_lists():
     ops = jaxmp.DEFAULT_OPS
     small = ops.with_fp8(min_size=16)
-    assert (ops.min_size, small.min_size) == (1024, 16)
+    assert (ops.min_size, small.min_size) == (2048, 16)
     assert small != ops
-    assert small.with_fp8(min_size=1024) == ops
-    assert hash(small.with_fp8(min_size=1024)) == hash(ops)
+    assert small.with_fp8(min_size=2048) == ops
+    assert hash(small.with_fp8(min_size=2048)) == hash(ops)
     both = small.with_deny("tanh").with_rounded_matmuls()
     assert both.min_size == 16
     names = {"DEFAULT_OPS": ops, "OpLists": jaxmp.OpLists}
