@@ -479,6 +479,16 @@ def test_rounding_is_known_for_the_dtypes_that_a_module_has(dtype):
     assert bent.first is not None
 
 
+@pytest.mark.parametrize("size", [512, 20_000])
+def test_another_order_of_a_long_sum_is_rounding(size):
+    x = np.random.default_rng(4).standard_normal((size // 16, 16), np.float32)
+    # Of 512 terms, two orders are further apart than moving each by a unit makes.
+    assert compare(jnp.sum, lambda x: jnp.sum(x.T), x).first is None
+    assert compare(jnp.sum, lambda x: jnp.sum(x, 0).sum(), x).first is None
+    report = compare(lambda x: jnp.sum(x**2), lambda x: jnp.sum(x**2) * (1 + 2e-6), x)
+    assert report.first is not None
+
+
 def test_gradients_are_compared_by_their_names():
     def loss(w, x, factor):
         out = unrolled(w["w"], x)

@@ -48,7 +48,7 @@ HOUSES = {
     "devices": ("_devices", 925),
     "engine": ("_jaxprs _ops _attention _head _autocast", 10_130),
     "residuals": ("_residuals", 790),
-    "tools": ("_compiled _diagnosis", 9_640),
+    "tools": ("_compiled _diagnosis", 9_660),
 }
 CORE = {"_base", "_training", "_gradients"}
 LATER = "_base.later"

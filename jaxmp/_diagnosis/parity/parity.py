@@ -67,8 +67,8 @@ def parity(
     in the place of its own wherever one goes into a module or comes out of it. What is
     off there, the module's own lines have added. It *differs* if that is more than
     comes of moving each operand and result of its operations, in both programs, by one
-    unit in the last place of its dtype. Rounding to nearest moves them by half of that
-    at most.
+    unit in the last place of its dtype, and the terms of a sum by the root of their
+    number. Rounding to nearest moves a result by half a unit at most.
 
     Results are those of ``jax.jit``, which may leave out roundings; modules have every
     rounding that is written. Of a gradient, the forward pass is compared by module, and

@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,9 +29,10 @@ from ..._jaxprs.flatten import check_values, flatten
 from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place, caller
 from ..._jaxprs.replay import Body, Replay
+from ..._jaxprs.sizes import size_of
 from ..._ops.precision import Float32Products, rounded_by_device
 from ..._ops.products import has_default_precision, is_of_float32
-from ..._ops.table import given_name, is_moved, rounds
+from ..._ops.table import given_name, is_moved, is_sum, rounds
 from ..wide_replay import jitted, platform_of
 
 IN, OUT, NAMED, RESULT = "in", "out", "named", "result"
@@ -312,11 +314,17 @@ class Named(Replay):
             return [x.array for x in ins]
         # An argument is the same in both programs. Where there is nothing else, its sum
         # is rounded all the same.
-        exact = not all(x.given for x in ins)
+        exact, terms = not all(x.given for x in ins), 1
+        if is_sum(eqn) and eqn.invars:
+            # Each addition may be rounded, as if each term were further off.
+            sizes = (max(size_of(x.aval), 1) for x in (eqn.invars[0], eqn.outvars[0]))
+            terms = max(operator.floordiv(*sizes), 1)
         arrays = [
             x.array
-            if x.moved or (x.given and exact) or not is_inexact(x.array)
-            else _moved(x.array, self.scalars[1])
+            if (x.moved and terms == 1)
+            or (x.given and exact)
+            or not is_inexact(x.array)
+            else _moved(x.array, self.scalars[1], math.isqrt(terms))
             for x in ins
         ]
         kind: Any = self.trace.program.products
@@ -450,11 +458,14 @@ def _is_rounded(eqn: Equation) -> bool:
     return both and y.aval.dtype.itemsize < x.aval.dtype.itemsize
 
 
-@jax.jit  # traced once for each type
-def _moved(x: Any, draw: Any) -> Any:
-    """Moves numbers by one unit in their last place, up or down by chance; not in 0."""
+@functools.partial(jax.jit, static_argnums=2)  # traced once for each type
+def _moved(x: Any, draw: Any, units: int = 1) -> Any:
+    """Moves numbers by units in their last place, up or down by chance; not zeros.
+
+    Those of 16 bits move by one unit: their sums are rounded once, at the end.
+    """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return lax.complex(_moved(x.real, draw), _moved(x.imag, draw))
+        return lax.complex(_moved(x.real, draw, units), _moved(x.imag, draw, units))
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
         return x
     size = 8 * x.dtype.itemsize
@@ -464,6 +475,9 @@ def _moved(x: Any, draw: Any) -> Any:
     ratio = np.array(int(0.6180339887498949 * 2**size) | 1, whole)
     draw = draw.astype(whole)
     coin = ((bits + (draw << (size - 5))) * ratio) >> (size - 1)
-    y = lax.bitcast_convert_type(bits + coin + coin - np.array(1, whole), x.dtype)
-    is_moved = (draw > 0) & (x != 0) & (jnp.abs(x) < jnp.finfo(x.dtype).max)
+    units = units if size > 16 else 1
+    way = (coin + coin - np.array(1, whole)) * np.array(units, whole)
+    y, info = lax.bitcast_convert_type(bits + way, x.dtype), jnp.finfo(x.dtype)
+    size = jnp.abs(x)
+    is_moved = (draw > 0) & (size >= info.tiny) & (size < info.max / 2)
     return jnp.where(is_moved, y, x)
