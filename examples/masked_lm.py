@@ -19,6 +19,7 @@ import dataclasses
 import itertools
 import math
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,12 +72,15 @@ def make_step(model: MaskedLM, policy: str, learning_rate: float, accum_steps: i
     tx = jaxmp.loss_scaling(
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(learning_rate)), policy
     )
-    apply: Any = jaxmp.with_policy(model.apply, policy)
 
+    # A batch is of integers, which no policy casts.
+    @partial(jaxmp.with_policy, policy=policy)
     def loss_fn(params, batch):
-        logits = apply(params, batch.tokens, batch.positions)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
-        return losses.mean()  # of as many words in every micro-batch
+        hidden, embedding = model.apply(params, batch.tokens, batch.positions)
+        # The mean is of as many words in every micro-batch.
+        return jaxmp.linear_cross_entropy(
+            hidden, embedding, batch.targets, transposed=True
+        )
 
     def train_step(params, opt_state, batch):
         loss, grads = jaxmp.value_and_grad(

@@ -76,8 +76,8 @@ def masked_words(seed: int, updates: int) -> Task:
     batches = jax.tree.map(lambda *leaves: np.stack(leaves), *masked)
 
     def loss(params, batch):
-        logits = _bert.SMALL.apply(params, batch.tokens, batch.positions)
-        return cross_entropy(logits, batch.targets)
+        hidden, table = _bert.SMALL.apply(params, batch.tokens, batch.positions)
+        return cross_entropy(hidden @ table.T, batch.targets)
 
     first = masked[0]
     params = _bert.init_small(jax.random.key(seed), first.tokens, first.positions)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import __main__, attention, every_gpu, price
+from benchmarks import __main__, attention, every_gpu, fits, price
 from benchmarks.counting import hlo, results, steps, targets
 from benchmarks.networks.basic import TINY
 
@@ -66,6 +66,24 @@ def test_every_gpu_is_in_one_table(monkeypatch):
     (table,) = every_gpu.tables(results.read("every_gpu"))
     (row,) = table.rows
     assert [*row] == ["", "T4, float16", "H200, bfloat16"]
+
+
+@pytest.mark.usefixtures("scratch")
+def test_the_largest_batch_that_is_named_fits(monkeypatch):
+    network, sizes = TINY["mlp"]._replace(batch_size=4096), (0.1, 0.2)
+    monkeypatch.setattr(fits, "LARGE", {"an MLP": ("", network)})
+    monkeypatch.setattr(fits, "SIZES", sizes)
+    __main__.main(["fits", "--networks", "an MLP", "--forms", "float32", "autocast"])
+    _, table = fits.tables(results.read("fits"))
+    assert [row[""] for row in table.rows] == ["an MLP, float32", "autocast"]
+    for row, (step, _) in zip(table.rows, fits.FORMS.values(), strict=False):
+        for size in sizes:
+            count = row[f"{size} GB"]
+            few, many = (
+                fits.needed(step, network._replace(batch_size=n))[1]
+                for n in (count, count + count // 8)
+            )
+            assert few <= size * 1e9 * 1.01 < many  # of one batch XLA fuses other code
 
 
 def test_what_is_saved_is_of_one_jax(monkeypatch):
