@@ -10,7 +10,16 @@ import pathlib
 from .counting import results
 
 PAGE = pathlib.Path(__file__).with_name("tables.md")
-SECTIONS = "gpu", "machinery", "every_gpu", "attention", "price", "residuals", "host"
+SECTIONS = (
+    "gpu",
+    "machinery",
+    "every_gpu",
+    "fits",
+    "attention",
+    "price",
+    "residuals",
+    "host",
+)
 
 INTRODUCTION = """\
 # All tables

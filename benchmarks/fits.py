@@ -2,7 +2,7 @@
 
 From the memory of programs compiled for an H200 (extra ``aot``; nothing runs), of a
 small batch and of one that about fills the largest memory: what lies on the line
-between the two fits, within 1%.
+between the two fits, within 2%.
 """
 
 from collections.abc import Iterator, Mapping

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import every_gpu, evidence, gpu, picture, price
+from benchmarks import every_gpu, evidence, fits, gpu, picture, price
 from benchmarks.counting import steps
 from benchmarks.counting.results import by_form
 from benchmarks.networks.families import FAMILIES, Rematerialised
@@ -381,3 +381,12 @@ def test_what_sharded_forms_hold_and_send_was_counted():
     columns = (8, 1), (8, 4), (64, 1), (256, 1)
     forms = dict.fromkeys(form for form, *_ in rows)
     assert said == [[rows[form, *x] for x in columns] for form in forms]
+
+
+def test_the_largest_batch_on_the_pages_was_counted():
+    _, table = fits.tables(results("fits"))
+    assert table.markdown() in PERFORMANCE.read_text()
+    wide, ours, fused, head = (row["16 GB"] for row in table.rows[:4])
+    assert f"{wide} sequences in float32" in words(README)
+    assert f"{ours} under autocast" in words(README)
+    assert f"{fused} with cuDNN's attention and {head} without logits" in words(README)

@@ -70,7 +70,7 @@ def test_every_gpu_is_in_one_table(monkeypatch):
 
 @pytest.mark.usefixtures("scratch")
 def test_the_largest_batch_that_is_named_fits(monkeypatch):
-    network, sizes = TINY["mlp"]._replace(batch_size=4096), (0.1, 0.2)
+    network, sizes = TINY["mlp"]._replace(batch_size=2**17), (0.1, 0.2)
     monkeypatch.setattr(fits, "LARGE", {"an MLP": ("", network)})
     monkeypatch.setattr(fits, "SIZES", sizes)
     __main__.main(["fits", "--networks", "an MLP", "--forms", "float32", "autocast"])
@@ -83,7 +83,7 @@ def test_the_largest_batch_that_is_named_fits(monkeypatch):
                 fits.needed(step, network._replace(batch_size=n))[1]
                 for n in (count, count + count // 8)
             )
-            assert few <= size * 1e9 * 1.01 < many  # of one batch XLA fuses other code
+            assert few <= size * 1e9 * 1.02 < many  # of one batch XLA fuses other code
 
 
 def test_what_is_saved_is_of_one_jax(monkeypatch):
