@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import jax
 import jax.core
 import numpy as np
 
@@ -128,10 +129,14 @@ def refuse_other_scale(x: Any) -> None:
     known = {
         option: np.asarray(value).item()
         for option, value in values.items()
-        if value is not None and not isinstance(value, jax.core.Tracer)
+        if isinstance(value, (int, float, np.ndarray, np.generic, jax.Array))
+        and not isinstance(value, jax.core.Tracer)
+        and np.size(value) == 1
     }
-    if ours == "dynamic_loss_scale":
+    if "growth_factor" in known:
         known.setdefault("backoff_factor", 1 / known["growth_factor"])
+    if known.get("init_scale", 0) > 2.0**24:  # our maximum; theirs have none
+        known["max_scale"] = known["init_scale"]
     options = "".join(f", {option}={value}" for option, value in known.items())
     raise TypeError(
         f"jaxmp does not take a `{name}`, because the state of the optimizer has the "

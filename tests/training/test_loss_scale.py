@@ -834,6 +834,20 @@ def test_a_loss_scale_of_another_library_is_refused_by_name(take, name):
         assert f"`{name}`" in refused(jax.jit(take), OTHERS[name])
 
 
+@pytest.mark.parametrize(
+    "scale",
+    [
+        jmp.DynamicLossScale(jnp.float32(2.0**30)),
+        jmp.DynamicLossScale(jnp.full(4, 8.0)),
+        jax.eval_shape(lambda: jmp.DynamicLossScale(jnp.float32(8))),
+        DynamicScale(minimum_scale=None),
+    ],
+)
+def test_what_to_type_for_a_loss_scale_whose_values_are_unusual_works(scale):
+    line = re.findall("`(.*?)`", refused(jaxmp.get_loss_scale, scale))[1]
+    exec(line, {"jaxmp": jaxmp, "optimizer": optax.sgd(1.0)})
+
+
 @pytest.mark.parametrize("name", [x for x in OTHERS if x[0] == "j"])
 def test_what_to_type_for_a_loss_scale_of_jmp_scales_as_it_did(name):
     (line, option) = re.findall("`(.*?)`", refused(jaxmp.get_loss_scale, OTHERS[name]))[
