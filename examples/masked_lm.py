@@ -76,7 +76,8 @@ def make_step(model: MaskedLM, policy: str, learning_rate: float, accum_steps: i
     # A batch is of integers, which no policy casts.
     @partial(jaxmp.with_policy, policy=policy)
     def loss_fn(params, batch):
-        hidden, embedding = model.apply(params, batch.tokens, batch.positions)
+        returned: Any = model.apply(params, batch.tokens, batch.positions)
+        hidden, embedding = returned
         # The mean is of as many words in every micro-batch.
         return jaxmp.linear_cross_entropy(
             hidden, embedding, batch.targets, transposed=True

@@ -76,7 +76,8 @@ def masked_words(seed: int, updates: int) -> Task:
     batches = jax.tree.map(lambda *leaves: np.stack(leaves), *masked)
 
     def loss(params, batch):
-        hidden, table = _bert.SMALL.apply(params, batch.tokens, batch.positions)
+        returned: Any = _bert.SMALL.apply(params, batch.tokens, batch.positions)
+        hidden, table = returned
         return cross_entropy(hidden @ table.T, batch.targets)
 
     first = masked[0]
