@@ -201,6 +201,6 @@ def test_both_passes_of_sums_along_edges_run_in_16_bits_where_the_user_wants_it(
         return (jnp.zeros((3, 8)).at[ROWS[::-1]].add(edges) / 3 @ w).sum()
 
     ops = DEFAULT_OPS.with_infer("scatter-add")
-    cast = jaxmp.autocast(jax.grad(loss), "bfloat16", ops=ops)
+    cast = jaxmp.autocast(jax.value_and_grad(loss), "bfloat16", ops=ops)
     sums = [e for e in traced(cast, X, jnp.eye(8)) if e.primitive.name == "scatter-add"]
     assert [eqn.outvars[0].aval.dtype for eqn in sums] == [jnp.bfloat16] * 2
