@@ -36,6 +36,9 @@ if jax.__version_info__ < (0, 11) and platform.machine() in ("x86_64", "AMD64"):
 
 jax.config.update("jax_num_cpu_devices", 8)
 
+# It ran once, with PyTorch, and made the arrays beside it.
+collect_ignore = ["tests/diagnosis/stored/gpt.py"]
+
 # JAX sets MLIR up anew for each program that it lowers, too, which takes a fifth of the
 # time. Nothing public says that one setting may serve them all, as it may.
 try:

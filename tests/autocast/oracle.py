@@ -246,13 +246,13 @@ class Sentences:
 
     def is_slope(self, v: Value) -> bool:
         passes = v.op in PASSES or v in self.matmuls or v.returned
-        return not passes and self.is_alone(v)
+        takes = any(r in self.matmuls for r, _ in self.read(v))
+        return not (passes or takes) and self.is_alone(v)
 
     def is_alone(self, v: Value) -> bool:
-        """Says if nobody reads a value but the backward pass, without its matmuls."""
+        """Says if nobody reads a value but the backward pass."""
         readers = self.read(v)
-        ends = all(r in self.back and r not in self.matmuls for r, _ in readers)
-        return bool(readers) and ends
+        return bool(readers) and all(r in self.back for r, _ in readers)
 
     def read(self, v: Value, *, scaled: bool = False) -> list[tuple[Value, str]]:
         """Returns who reads a value, or what moves return of it, and how."""

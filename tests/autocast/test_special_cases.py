@@ -95,9 +95,21 @@ def parts_of_a_returned_product(w, x):
     return h, q @ k.T
 
 
+@jax.custom_jvp
+def erf(x):
+    return lax.erf(x)
+
+
+@erf.defjvp
+def erf_jvp(primals, tangents):  # as JAX has it before 0.12
+    (x,), (t,) = primals, tangents
+    return erf(x), t * (2 / np.pi**0.5) * jnp.exp(-x * x)
+
+
 def gelu_gradient(w, x):
     def loss(w):
-        return jnp.square(jax.nn.gelu(x @ w, approximate=False) @ w).sum()
+        h = x @ w
+        return jnp.square((h * (erf(h / 2**0.5) + 1)) @ w).sum()
 
     return jax.grad(loss)(w)
 

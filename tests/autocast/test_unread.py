@@ -121,6 +121,12 @@ def nothing(h):
     return 0.0
 
 
+def gradient(fun, *args):
+    """Returns a result too: alone, a gradient counts as if somebody read that."""
+    out, back = jax.vjp(fun, *args)
+    return out, back(jnp.ones(out.shape))
+
+
 @pytest.mark.parametrize(
     "metric", rest_is_evidence(METRICS, "logarithms", "a loop that compares")
 )
@@ -135,7 +141,7 @@ def test_a_value_that_nobody_reads_changes_no_number(program, metric):
         fun = jaxmp.autocast(loss(of), "mixed_bfloat16")
         step = jaxmp.autocast(
             lambda *args: (
-                jax.vjp(loss(of), *args)[1](jnp.ones((16, 8)))
+                gradient(loss(of), *args)
                 if program not in (carried_while, a_body)
                 else ()
             ),

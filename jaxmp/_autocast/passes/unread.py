@@ -3,8 +3,7 @@
 They stay in the program, and count as consumers of nothing. But whoever asks for a
 gradient alone leaves the loss unread. What it reads, such as an error of a prediction,
 would then look like a part of the backward pass, and so be rounded. Therefore an
-equation counts where nobody else reads what it reads but the backward pass, and no
-matmul does.
+equation counts where nobody else reads what it reads but the backward pass.
 """
 
 import collections
@@ -18,7 +17,7 @@ from ..._jaxprs.walk import At, Backward
 from ..._ops.products import is_matrix_product
 from ..graph import joined
 
-# Whether somebody reads a value, and whether a matmul or the forward pass does.
+# Whether somebody reads a value, and whether the forward pass does.
 _READ, _AHEAD = 1, 2
 
 
@@ -37,9 +36,11 @@ def unread(jaxpr: Any, scopes: Scopes) -> set[Equation]:
         for var, out in zip(eqn.outvars, outs, strict=True):
             known[var] |= out
         out, back = joined(outs), is_backward(eqn, at.scopes)
-        if _jaxpr.has_effects(eqn) or (out and is_matrix_product(eqn, back=back)):
+        if _jaxpr.has_effects(eqn):
             return _READ | _AHEAD
-        return out & _READ if back else out
+        if back:
+            return out & _READ
+        return _READ | _AHEAD if out and is_matrix_product(eqn) else out
 
     def read(eqn: Equation, outs: list[int], at: At) -> list[int]:
         found = [note(eqn, outs, at)] * len(eqn.invars)
