@@ -17,7 +17,7 @@ def traces() -> Any:
 
 
 def handed_back() -> Any:
-    """Returns the function that tells what a function returns as it was given it."""
+    """Returns the function that tells which arrays another one returns unchanged."""
     from .._jaxprs.state import handed_back
 
     return handed_back

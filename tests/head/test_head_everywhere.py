@@ -278,15 +278,20 @@ def test_in_shard_map_it_is_as_the_written_form(check_vma, outside, cast, head):
         check_near(grads[1], grads[0], 1e-2 if cast else 1e-5)
 
 
-@crossed("is_set head specs", [True, False], [head, rows], SHARDED)
-def test_types_that_name_how_arrays_are_sharded(is_set, head, specs):
-    mesh = on_mesh(AxisType.Explicit)
+def put_on(mesh, specs):
+    """Returns the arguments of a head, sharded as two specs say."""
     tokens, kernel = (NamedSharding(mesh, spec) for spec in specs)
-    args = [
+    return [
         jax.device_put(TOKENS, tokens),
         jax.device_put(PARAMS["out"], kernel),
         jax.device_put(LABELS, tokens),
     ]
+
+
+@crossed("is_set head specs", [True, False], [head, rows], SHARDED)
+def test_types_that_name_how_arrays_are_sharded(is_set, head, specs):
+    mesh = on_mesh(AxisType.Explicit)
+    args = put_on(mesh, specs)
     grad: Any = jax.jit(jaxmp.autocast(jax.value_and_grad(head, (0, 1))))
     with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
         found = grad(*args)
@@ -302,12 +307,7 @@ def test_types_that_name_how_arrays_are_sharded(is_set, head, specs):
 @crossed("head specs", [head, rows], SHARDED)
 def test_derivatives_of_gradients_where_types_name_shardings(head, specs):
     mesh = on_mesh(AxisType.Explicit)
-    tokens, kernel = (NamedSharding(mesh, spec) for spec in specs)
-    args = [
-        jax.device_put(TOKENS, tokens),
-        jax.device_put(PARAMS["out"], kernel),
-        jax.device_put(LABELS, tokens),
-    ]
+    args = put_on(mesh, specs)
 
     def products(head):
         grad = jax.grad(head, (0, 1))
