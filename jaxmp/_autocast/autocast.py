@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._base.around import (
-    end_look,
     in_gradient,
     inside,
+    note_casting,
     warn_if_unscaled,
     warn_unscaled,
 )
@@ -162,7 +162,7 @@ def autocast(
     def autocast_fun(*args, **kwargs):
         if casts_do_nothing():
             return fun(*args, **kwargs)
-        end_look()
+        note_casting()
         warn_if_emulated(dtype, backward_dtype, float8=float8)
         make = MADE_BY.value  # what makes another emitter, None if nothing
         used = make(make_planner(), narrowed) if make else emitter

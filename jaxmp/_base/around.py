@@ -33,11 +33,7 @@ class Around(NamedTuple):
     unscaled: bool = False  # in a gradient of ours that was given no loss scale
     scales: Sequence[Any] = ()  # of the states that such a gradient was given
     gradient: bool = False  # in a gradient of ours
-    looking: bool = False  # for something that casts, in a function that does not run
-
-
-class CastsItself(BaseException):
-    """Ends a look at a function: it casts its inputs. No code of a user catches it."""
+    casting: list[bool] | None = None  # has an entry for what has cast its inputs here
 
 
 _NOTHING = Around()
@@ -62,10 +58,10 @@ def autocast_dtype() -> np.dtype | None:
     return _AROUND.get(_NOTHING).autocast
 
 
-def end_look() -> None:
-    """Ends a look at a function for what casts, which has been found."""
-    if _AROUND.get(_NOTHING).looking:
-        raise CastsItself
+def note_casting() -> None:
+    """Notes that what is called here casts its inputs, for a look at what is around."""
+    if (casting := _AROUND.get(_NOTHING).casting) is not None:
+        casting.append(True)
 
 
 def is_staged() -> bool:

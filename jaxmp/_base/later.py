@@ -31,14 +31,7 @@ def devices() -> Any:
 
 
 def function_checks() -> Any:
-    """Returns the module that looks why a user's function fails or gains nothing."""
+    """Returns the module that checks the program of a user's function."""
     from .._diagnosis import function_checks
 
     return function_checks
-
-
-def shard_checks() -> Any:
-    """Returns the module that looks for a shard which is never gathered."""
-    from .._diagnosis import ungathered
-
-    return ungathered

@@ -106,7 +106,7 @@ class Devices:
             if axes[i]:  # `jaxmp.gather` casts it
                 leaves[i] = shard
         args = options.with_params(args, structure.unflatten(leaves))
-        refuses = later.shard_checks().refuses_ungathered
+        refuses = later.function_checks().refuses_ungathered
         return args, refuses(options, fun, axes)
 
     def around(

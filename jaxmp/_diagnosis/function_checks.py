@@ -1,12 +1,11 @@
-"""Checks the user's function, for which it is traced once more and does not run.
+"""Checks the program of the user's function.
 
-A warning where no matmul runs in 16 bits, and a note on an error that the cast of
-arguments has led to.
+A warning where no matmul runs in 16 bits, a note on an error that the cast of arguments
+has led to, and a refusal of a loss that reads a shard as if it were all of it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import traceback
 from collections.abc import Callable, Sequence
@@ -15,23 +14,18 @@ from typing import Any
 import jax
 import jax.core
 
-from .._base.around import CastsItself, inside
+from .._base.around import inside
 from .._base.checks import warn
 from .._base.dtypes import is_wide
 from .._base.policy import Policy
+from .._base.tree import is_inexact, path_name
+from .._gradients.differentiate import Options
 from .._jaxprs import jaxpr as _jaxpr
-from .._jaxprs.flatten import flatten
+from .._jaxprs.flatten import flatten, traced
 from .._jaxprs.places import is_users, short_line
 from .._jaxprs.scopes import BACKWARD
 from .._jaxprs.walk import At, Forward
 from .._ops.products import flops
-
-
-@dataclasses.dataclass(frozen=True)
-class _Held:
-    """A leaf that has a value, which the function may ask for."""
-
-    value: Any
 
 
 def warns_if_promoted(
@@ -40,48 +34,48 @@ def warns_if_promoted(
     """Returns ``fun``, whose first call warns if no product of it runs in 16 bits.
 
     The parameters among its arguments have been cast by the policy. Their names are
-    those of ``user``, the function that the user gave. Tracing takes time, and ends
-    where ``with_policy`` or ``autocast`` is met, which see to their inputs.
+    those of ``user``, the function that the user gave. The call is traced, looked at,
+    and replayed. ``with_policy`` and ``autocast`` see to their inputs themselves.
     """
     seen = False
 
-    def look(state, args, kwargs):
-        @functools.wraps(user, updated=())
-        def loss(*args, **kwargs):
-            args, kwargs = jax.tree.map(
-                lambda x: x.value if isinstance(x, _Held) else x, (args, kwargs)
-            )
-            return fun(state, *args, **kwargs)[0]
-
-        args, kwargs = jax.tree.map(
-            lambda x: x if isinstance(x, jax.core.Tracer) else _Held(x), (args, kwargs)
-        )
-        flat = flatten(loss, args, kwargs)
-        try:
-            with inside(looking=True, unscaled=False):
-                jaxpr = jax.make_jaxpr(flat.fun)(*flat.leaves)
-        except CastsItself:
-            return
-        products = _products(jaxpr, flat.names)
-        if not products or any(x is None for x in products):
-            return
-        why = next(filter(None, products), "")
-        warn(
-            "No matmul runs in 16 bits. `policy=` casts only the differentiated "
-            "arguments, and other float32 arrays promote every matmul to float32."
-            f"{why} To run them in {policy.compute_dtype}, leave `policy=` out and put "
-            "autocast around the gradient function, `autocast(grad_fn, policy)`; or "
-            "cast the inputs in the loss too, `jaxmp.with_policy(model.apply, policy)`."
-        )
-
     def looked_at(state, *args, **kwargs):
         nonlocal seen
-        if not seen:
-            seen = True
-            look(state, args, kwargs)
-        return fun(state, *args, **kwargs)
+        if seen:
+            return fun(state, *args, **kwargs)
+        seen = True
+
+        @functools.wraps(user, updated=())
+        def loss(*args, **kwargs):
+            return fun(state, *args, **kwargs)
+
+        flat = flatten(loss, args, kwargs)
+        pairs = zip(flat.names, flat.leaves, strict=True)
+        names = [name for name, x in pairs if is_tracer(x)]
+        casting: list[bool] = []
+        with inside(casting=casting):
+            jaxpr, arrays, rebuilt = traced(loss, args, kwargs, takes=is_tracer)
+        products = [] if casting else _products(jaxpr, names)
+        if products and None not in products:
+            _warn_promoted(policy, next(filter(None, products), ""))
+        return rebuilt(_jaxpr.jaxpr_as_fun(jaxpr)(*arrays))
 
     return looked_at
+
+
+def is_tracer(x: Any) -> bool:
+    """Whether an argument has no value that the function may ask for."""
+    return isinstance(x, jax.core.Tracer)
+
+
+def _warn_promoted(policy: Policy, why: str) -> None:
+    warn(
+        "No matmul runs in 16 bits. `policy=` casts only the differentiated "
+        "arguments, and other float32 arrays promote every matmul to float32."
+        f"{why} To run them in {policy.compute_dtype}, leave `policy=` out and put "
+        "autocast around the gradient function, `autocast(grad_fn, policy)`; or "
+        "cast the inputs in the loss too, `jaxmp.with_policy(model.apply, policy)`."
+    )
 
 
 # What makes a product wide: its rank among others, its name, and its dtype.
@@ -170,8 +164,72 @@ def _works(fun: Callable, arguments: tuple[Sequence[Any], dict[str, Any]]) -> bo
     try:
         jax.eval_shape(flat.fun, *flat.leaves)
         # An operation that the device lacks in 16 bits shows when it is lowered.
-        if not any(isinstance(x, jax.core.Tracer) for x in flat.leaves):
+        if not any(map(is_tracer, flat.leaves)):
             jax.jit(flat.fun).lower(*flat.leaves)
     except Exception:
         return False
     return True
+
+
+_GATHER = (
+    "Where its layer begins, pass it through `jaxmp.gather(params, specs, policy)`, "
+    "with the PartitionSpecs of what is there. Or leave `gather=False` out: the "
+    "function then sees whole parameters."
+)
+# Of a value: the shards that it was computed from and has not met the other parts of,
+# each as its number and a mesh axis.
+Alone = frozenset[tuple[int, Any]]
+_WHOLE: Alone = frozenset()
+
+
+def refuses_ungathered(
+    options: Options, fun: Callable[..., Any], axes: Sequence[frozenset[Any]]
+) -> Callable[..., Any]:
+    """Returns ``fun``, raising where its loss reads a shard that it never gathers.
+
+    Args:
+        options: Of ``value_and_grad``, which know the parameters.
+        fun: Called as ``fun(state, *args, **kwargs)``, returns the loss and more.
+        axes: For each parameter, the mesh axes that it is sharded over.
+    """
+
+    def followed(eqn: _jaxpr.Equation, ins: list[Alone], at: At) -> list[Alone]:
+        met = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        met = met if isinstance(met, (tuple, list)) else (met,)
+        alone = frozenset(x for x in _WHOLE.union(*ins) if x[1] not in met)
+        return [alone] * len(eqn.outvars)
+
+    def checked(state, *args, **kwargs):
+        entries, structure = jax.tree.flatten_with_path(options.params(args))
+        leaves = [x for _, x in entries]
+        own = [i for i, x in enumerate(leaves) if is_inexact(x) and axes[i]]
+        names = {i: path_name(entries[i][0]) or "the parameter" for i in own}
+
+        def loss(*shards):
+            given = leaves.copy()
+            for i, shard in zip(own, shards, strict=True):
+                given[i] = shard
+            whole = options.with_params(args, structure.unflatten(given))
+            return [fun(state, *whole, **kwargs)[0]]
+
+        try:
+            jaxpr = _jaxpr.trace(loss, [leaves[i] for i in own])
+        except (TypeError, ValueError) as error:
+            some = ", ".join(f"`{name}`" for name in [*names.values()][:3])
+            error.add_note(
+                "Under `gather=False` of `jaxmp.value_and_grad` the function sees "
+                f"shards, such as those of {some}. {_GATHER}"
+            )
+            raise
+        given = [frozenset((i, axis) for axis in axes[i]) for i in own]
+        walk = Forward(followed, lambda xs: _WHOLE.union(*xs), lambda *_: _WHOLE)
+        (alone,) = walk.through(jaxpr, given)
+        if alone:
+            number, axis = min(alone, key=str)
+            raise ValueError(
+                f"`{names[number]}` is sharded over {axis!r}, and the loss reads the "
+                f"shard of each device as if it were all of it. {_GATHER}"
+            )
+        return fun(state, *args, **kwargs)
+
+    return checked

@@ -10,7 +10,7 @@ from typing import Any, Never, ParamSpec, TypeVar
 import jax
 
 from .._base import later
-from .._base.around import end_look, warn_if_unscaled
+from .._base.around import note_casting, warn_if_unscaled
 from .._base.checks import check_function, explains
 from .._base.gpus import warn_if_emulated
 from .._base.modules import module_scopes
@@ -91,7 +91,7 @@ def cast_around(
 
     @functools.wraps(fun, updated=())
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        end_look()
+        note_casting()
         warn_if_emulated(policy.compute_dtype, policy.compute_dtype)
         cast_args = [policy.cast_to_compute(arg) for arg in args]
         cast_kwargs = {key: policy.cast_to_compute(arg) for key, arg in kwargs.items()}

@@ -139,19 +139,29 @@ def traced_in_float32(fun: Callable, leaves: Sequence[Any]) -> Any:
             return None
 
 
+def is_jax_array(x: Any) -> bool:
+    """Whether ``x`` is an array of JAX, or a tracer."""
+    return isinstance(x, jax.Array)
+
+
 def traced(
-    fun: Callable, args: tuple, kwargs: dict
+    fun: Callable,
+    args: tuple,
+    kwargs: dict,
+    takes: Callable[[Any], bool] = is_jax_array,
 ) -> tuple[Any, list[jax.Array], Callable[[Sequence[Any]], Any]]:
     """Traces ``fun``. Leaves that are no JAX arrays stay as they are, on both sides.
+
+    Args:
+        fun: Function of any pytrees.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        takes: Which leaves of both are the inputs of the program.
 
     Returns:
         A jaxpr, its inputs, and what makes of its outputs what ``fun`` returns.
     """
-
-    def is_jax_array(x):
-        return isinstance(x, jax.Array)
-
-    arrays, with_arrays = taken_out((args, kwargs), is_jax_array)
+    arrays, with_arrays = taken_out((args, kwargs), takes)
     rebuilt: Any = None
 
     @functools.wraps(fun, updated=())
