@@ -54,8 +54,8 @@ class Row(NamedTuple):
     kind: Class
     back: bool  # whether it belongs to the backward pass
     around: Scopes  # with its own
-    read: Demand  # what is needed of what it returns
-    need: Need  # what is needed of any of that
+    demand: Demand  # what is needed of what it returns
+    need: Need  # the same, of any of that
     input_needs: Sequence[Need]  # what it needs of each input
 
 
@@ -227,13 +227,13 @@ class Analysis:
         ways = on_ways(body, eqns, demand.summed, scopes)
         need: dict[Any, Need] = collections.defaultdict(int)
         need.update(self._marks.get(body, {}))
-        for var, one in zip(body.outvars, demand.wanted, strict=True):
+        for var, one in zip(body.outvars, demand.needs, strict=True):
             if not isinstance(var, Literal):
                 need[var] |= one
         forward, rows = set(_jaxpr.variables(body.outvars)), []
         for eqn in reversed(eqns):
-            wanted = tuple([need[var] for var in eqn.outvars])
-            read, out = _demand(wanted, through(eqn, ways)), joined(wanted)
+            outs = tuple([need[var] for var in eqn.outvars])
+            read, out = _demand(outs, through(eqn, ways)), joined(outs)
             here, back = scopes + _jaxpr.scope_names(eqn), is_backward(eqn, scopes)
             kind = self.kind(eqn, here)
             if out & needs.COMPARED and kind != "call":
@@ -304,13 +304,13 @@ class Analysis:
         found, layout = [needs.NOTHING] * len(eqn.invars), _jaxpr.call_layout(eqn)
         is_loop = _jaxpr.call_kind(eqn) == "while"
         for i, body in enumerate(layout.bodies):
-            wanted = self.test_of(body) if is_loop and i == 0 else demand
-            read = self.consumers(body.jaxpr, wanted, scopes).needs
+            asked = self.test_of(body) if is_loop and i == 0 else demand
+            read = self.consumers(body.jaxpr, asked, scopes).needs
             inner = _jaxpr.in_vars(body.jaxpr)
             for place, var in zip(body.operands, inner, strict=True):
                 found[place] |= read.get(var, needs.NOTHING)
         for i, out in zip(layout.fixed_in, layout.fixed_out, strict=True):
-            found[i] |= demand.wanted[out]  # what a loop starts from, it may return
+            found[i] |= demand.needs[out]  # what a loop starts from, it may return
         return found
 
     @staticmethod
@@ -318,17 +318,17 @@ class Analysis:
         """Returns what is needed of the test of a ``while``: one truth value."""
         return Demand((needs.FULL,) * len(_jaxpr.out_avals(body.jaxpr)))
 
-    def inside(self, eqn: Equation, read: Demand, scopes: Scopes) -> Demand:
-        """Returns what is needed of what the body of ``eqn`` returns.
+    def inside(self, eqn: Equation, outer: Demand, scopes: Scopes) -> Demand:
+        """Returns what is needed of what the body of ``eqn`` returns, given of ``eqn``.
 
         What a loop carries is read by the next iteration too.
         """
         kind, layout = _jaxpr.call_kind(eqn), _jaxpr.call_layout(eqn)
         body = layout.bodies[-1]
         first = len(eqn.invars) - len(body.operands)
-        demand = Demand(read.wanted, tuple([(x >> first, y) for x, y in read.summed]))
+        demand = Demand(outer.needs, tuple([(x >> first, y) for x, y in outer.summed]))
         if kind in ("custom_vjp", "shard_map"):  # float32 at their boundary
-            return demand._replace(wanted=tuple(map(needs.in_float32, read.wanted)))
+            return demand._replace(needs=tuple(map(needs.in_float32, outer.needs)))
         if kind not in ("scan", "while"):
             return demand
         pairs = zip(layout.fixed_in, layout.fixed_out, strict=True)
@@ -336,14 +336,14 @@ class Analysis:
         summed = accumulated(body.jaxpr, carried, scopes)
         demand = demand._replace(summed=summed + demand.summed)
         sums = joined(outs for _, outs in summed)
-        wanted = [x | needs.DIGITS * (sums >> i & 1) for i, x in enumerate(read.wanted)]
+        each = [x | needs.DIGITS * (sums >> i & 1) for i, x in enumerate(outer.needs)]
         while True:
-            demand, before = demand._replace(wanted=tuple(wanted)), list(wanted)
-            read_inside = self.consumers(body.jaxpr, demand, scopes).needs
+            demand, before = demand._replace(needs=tuple(each)), list(each)
+            read = self.consumers(body.jaxpr, demand, scopes).needs
             for place, out in carried:
                 var = _jaxpr.in_vars(body.jaxpr)[place]
-                wanted[out] |= read_inside.get(var, needs.NOTHING)
-                if not needs.is_carried(read.wanted[out], wanted[out]):
-                    wanted[out] = needs.in_float32(wanted[out])
-            if wanted == before:
+                each[out] |= read.get(var, needs.NOTHING)
+                if not needs.is_carried(outer.needs[out], each[out]):
+                    each[out] = needs.in_float32(each[out])
+            if each == before:
                 return demand

@@ -33,8 +33,8 @@ def custom_jvp(emitter: "Emitter", step: Step, arrays: Sequence[Any]) -> list[An
     body = emitter.body(jaxpr, plan)
     function = jax.custom_jvp(_jaxpr.jaxpr_as_fun(body))
     moved = [i for i, var in enumerate(eqn.outvars) if is_inexact(var)]
-    wanted, like = within.demand.wanted, _jaxpr.out_avals(body)
-    demand = Demand((*wanted, *(wanted[i] for i in moved)), within.demand.summed)
+    needs, like = within.demand.needs, _jaxpr.out_avals(body)
+    demand = Demand((*needs, *(needs[i] for i in moved)), within.demand.summed)
     like = [*like, *(like[i] for i in moved)]
 
     def rule(primals, tangents):

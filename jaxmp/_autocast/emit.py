@@ -39,12 +39,11 @@ from .._ops.narrow import (
 )
 from .._ops.precision import at_precision, own_precisions, with_default_precision
 from .._ops.products import takes_unrounded, with_precision
-from . import classes, customs, facts, needs, rules, storage
+from . import classes, customs, facts, needs, rules, storage, streams
 from .analysis import BY_PATHS
 from .derivative import differentiable
 from .facts import GIVEN, Facts
 from .forgotten import has_unscaled_gradients
-from .graph import joined
 from .plan import Plan, Planner, Step
 from .share import warn_if_most_is_kept
 
@@ -55,7 +54,7 @@ class Value:
 
     array: Any  # array, tracer or literal, in the dtype that the facts say
     facts: Facts
-    exact: "Value | None" = None  # a sum over iterations that others read rounded
+    sum32: "Value | None" = None  # what a loop adds up beside it, see `streams`
     # Where `device_put` has put it, and what it was before. It is rounded before, as
     # no kernel of a GPU computes in the memory of the host.
     put: "tuple[Any, Value] | None" = None
@@ -181,7 +180,7 @@ class Emitter:
         if key not in memo:
             avals = [
                 aval.update(dtype=x.dtype, weak_type=False)
-                if x.half and x.exact is None
+                if x.half and x.sum32 is None
                 else aval
                 for aval, x in zip(_jaxpr.in_avals(jaxpr), plan.ins, strict=True)
             ]
@@ -231,21 +230,21 @@ class Emitter:
         return value.narrow(dtype)
 
     def _arrived(self, plan: Plan, i: int, array: Any) -> Value:
-        """Returns an input; of a sum over iterations, as its consumers see it."""
+        """Returns an input; of the sum of a loop, what others read beside it."""
         known = plan.ins[i]
-        if known.exact is None:
+        if known.sum32 is None:
             return self.value(array, known)
         assert known.dtype is not None
-        exact = self.value(array, known.exact)
+        sum32 = self.value(array, known.sum32)
         # Firmly, or else XLA may take the sum itself.
-        seen = firmly_rounded(self.narrow(exact, known.dtype, plan, "in", i))
-        return self.value(seen, known, exact)
+        seen = firmly_rounded(self.narrow(sum32, known.dtype, plan, "in", i))
+        return self.value(seen, known, sum32)
 
     def _returned(self, plan: Plan, i: int, out: Value) -> Any:
         """Returns the array of an output."""
         end = plan.ends[i]
+        out = streams.returned(out, end)
         if end in ("wide", "free", "ranged"):
-            out = out.exact or out
             return out.wide() if end == "wide" else out.array
         with jax.named_scope(STACKED) if end == "stacked" else contextlib.nullcontext():
             return self.narrow(out, plan.dtype, plan, "end", i)
@@ -261,12 +260,11 @@ class Emitter:
             devices = step.eqn.params["devices"]
             for device, before, after in zip(devices, ins, outs, strict=True):
                 after.put = device, before
-        if step.exact is not None:  # and once more for what the iterations add up
-            way = joined(starts for starts, _ in step.read.summed)
-            sums = [x.exact or x if way >> i & 1 else x for i, x in enumerate(ins)]
-            arrays = self._applied(step.exact, sums)
-            for out, array, known in zip(outs, arrays, step.exact.outs, strict=True):
-                out.exact = self.value(array, known)
+        if step.sum32 is not None:
+            sums = streams.of_sum(step.demand.summed, ins) or ins
+            arrays = self._applied(step.sum32, sums)
+            for out, array, known in zip(outs, arrays, step.sum32.outs, strict=True):
+                out.sum32 = self.value(array, known)
         return outs
 
     def _applied(self, step: Step, ins: list[Value]) -> Sequence[Any]:
@@ -432,7 +430,7 @@ def in_float32(step: Step, ins: Sequence[Value]) -> Sequence[Any]:
         wide = storage.alike(eqn, known, wide)
         outs = _jaxpr.bind(at_precision(eqn, step.precision), wide)
     results = []
-    for x, out, one in zip(outs, step.outs, step.read.wanted, strict=True):
+    for x, out, one in zip(outs, step.outs, step.demand.needs, strict=True):
         if out.half:
             x = cast(x, dtype)
             if step.how == "stored" and not needs.is_for_products(need):

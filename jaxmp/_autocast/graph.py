@@ -30,13 +30,10 @@ Ways = tuple[tuple[int, int], ...]
 
 
 class Demand(NamedTuple):
-    """What outputs of a jaxpr, or an equation, are needed for.
+    """What is needed of the outputs of a jaxpr, or of an equation."""
 
-    And the ways through it by which the iterations of a loop add up.
-    """
-
-    wanted: tuple[Need, ...]
-    summed: Ways = ()
+    needs: tuple[Need, ...]
+    summed: Ways = ()  # through it, by which the iterations of a loop add up
 
 
 def joined(numbers: Iterable[int]) -> int:

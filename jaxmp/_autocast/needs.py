@@ -43,7 +43,7 @@ _NAMES = {
 _FORWARD = PRODUCT | HALF  # what takes 16 bits in the forward pass
 _TAKES_HALF = _FORWARD | HALF_BACK
 BACK = HALF_BACK | FULL_BACK
-_EXACT = DIGITS | GATE | COMPARED
+_IN_FULL = DIGITS | GATE | COMPARED
 # What a float32 region reads: all that is needed at all.
 EVERYTHING: Need = DIGITS | GATE | REGION
 
@@ -64,7 +64,7 @@ def is_half(need: Need) -> bool:
     Not what the forward pass reads in float32 alone: that the gradient of a loss
     multiplies by it is no reason to round it.
     """
-    if need & _EXACT or (need & FULL and not need & _FORWARD):
+    if need & _IN_FULL or (need & FULL and not need & _FORWARD):
         return False
     return bool(need & _TAKES_HALF)
 
@@ -117,10 +117,10 @@ def is_computed_with_again(need: Need) -> bool:
 
     Of what the backward pass alone reads it says whether that computes a layer again.
     """
-    return bool(need & (HALF | FULL)) and not is_exact(need)
+    return bool(need & (HALF | FULL)) and not needs_digits(need)
 
 
-def is_exact(need: Need) -> bool:
+def needs_digits(need: Need) -> bool:
     """Whether somebody needs the last digits of a value, or of what it becomes."""
     return bool(need & (EVERYTHING | COMPARED))
 

@@ -27,10 +27,9 @@ returns, by which rule, and who reads that::
 
 import copy
 import dataclasses
-import math
 import operator
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -44,19 +43,18 @@ from .._jaxprs.scopes import (
     inside,
     is_under,
 )
-from .._jaxprs.sizes import as_number
 from .._jaxprs.walk import At
 from .._ops import products, table
 from .._ops.fp8 import why_16bit
 from .._ops.lists import DEFAULT_OPS, OpLists
 from .._ops.narrow import bind_narrow
-from .._ops.table import Definition, axes_of_softmax
-from . import classes, facts, needs, rules
+from .._ops.table import Definition
+from . import classes, facts, needs, rules, streams
 from .analysis import NO_PATHS, Analysis, Consumers, Row
 from .classes import Class
 from .facts import GIVEN, Facts
 from .graph import GIVEN as GIVEN_WITHOUT_PRODUCT
-from .graph import Demand, joined
+from .graph import Demand
 from .needs import Need
 from .passes.apart import read_by_pass
 from .rules import Rule
@@ -96,7 +94,7 @@ class Step(NamedTuple):
     kind: Class
     back: bool
     around: Scopes
-    read: Demand
+    demand: Demand
     need: Need
     input_needs: Sequence[Need]
     how: How
@@ -110,7 +108,7 @@ class Step(NamedTuple):
     # Whether it is written once more, of values none of which has 16 bits.
     repeats: bool = False
     inside: Inside | None = None
-    exact: "Step | None" = None  # the same for what the iterations add up
+    sum32: "Step | None" = None  # the same for what a loop adds up, see `streams`
 
     @property
     def rule(self) -> Rule:
@@ -169,8 +167,8 @@ class Plan:
         for plan in self.plans():
             for step in plan.steps:
                 yield step
-                if step.exact is not None:
-                    yield step.exact
+                if step.sum32 is not None:
+                    yield step.sum32
 
 
 class Planner:
@@ -271,9 +269,12 @@ class Planner:
 
         def apply(eqn: Equation, ins: list[Facts]) -> Sequence[Facts]:
             row = next(rows)
-            step = self._step(row, ins, consumers)
-            if row.read.summed:
-                step = self._with_exact(step, row, ins, consumers)
+            step = self._step(row, [x.seen() for x in ins], consumers)
+            if sums := streams.of_sum(row.demand.summed, ins):
+                one = self._step(row, [x.seen() for x in sums], consumers)
+                pairs = zip(step.outs, one.outs, strict=True)
+                outs = tuple([out._replace(sum32=known) for out, known in pairs])
+                step = step._replace(outs=outs, sum32=one, repeats=False)
             steps.append(step)
             return step.outs
 
@@ -287,30 +288,33 @@ class Planner:
         )
         atoms = _jaxpr.open_jaxpr(jaxpr).outvars
         dtype = self.dtype_in(BACKWARD in scopes)
-        outs, done = [], []
-        for x, var, end in zip(found, atoms, ends, strict=True):
-            if end in ("wide", "free", "ranged"):
-                x = x.exact or x
-            read = consumers.of(var)
-            x = x._replace(exact=None, digits=x.digits or needs.is_exact(read))
-            if end == "wide":
-                x = x.widened()
-            elif x.half:
-                if x.dtype != dtype:  # of the other pass
-                    x, end = x._replace(dtype=dtype), "half"
-                end = "free" if end in ("free", "ranged") else "half"
-            elif not is_float32(var) or (
-                end in ("stacked", "ranged") and (x.given or x.digits)
-            ):
-                end = "free"
-            elif end == "stacked":
-                axes = _stored_axes(var, consumers.definition)
-                x = x.rounded(dtype)._replace(stored=axes)
-            elif end == "half":
-                x = x.rounded(dtype)
-            outs.append(x)
-            done.append(end)
-        return Plan(steps, ins, tuple(outs), tuple(done), dtype)
+        returned = [
+            self._returned(x, var, end, dtype, consumers)
+            for x, var, end in zip(found, atoms, ends, strict=True)
+        ]
+        outs, done = zip(*returned, strict=True) if returned else ((), ())
+        return Plan(steps, ins, outs, done, dtype)
+
+    @staticmethod
+    def _returned(
+        x: Facts, var: Any, end: End, dtype: np.dtype, consumers: Consumers
+    ) -> tuple[Facts, End]:
+        """Returns the facts of an output, and what is done to it for that."""
+        digits = x.digits or needs.needs_digits(consumers.of(var))
+        x = streams.returned(x, end)._replace(sum32=None, digits=digits)
+        if end == "wide":
+            return x.widened(), end
+        if x.half and x.dtype != dtype:  # of the other pass
+            return x._replace(dtype=dtype), "half"
+        if x.half:
+            return x, "free" if end in ("free", "ranged") else "half"
+        keeps = end in ("stacked", "ranged") and (x.given or x.digits)
+        if keeps or not is_float32(var):
+            return x, "free"
+        if end == "stacked":
+            axes = facts.stored_axes(var, consumers.definition)
+            return x.rounded(dtype)._replace(stored=axes), end
+        return (x.rounded(dtype) if end == "half" else x), end
 
     # One equation.
 
@@ -329,7 +333,7 @@ class Planner:
         if kind == "keep" and not float8:
             precision = analysis.precision(eqn, around)
             why = analysis.reason(eqn, around) or why
-        outs = self._outs(row, how, float8, ins, tangent, consumers.definition)
+        outs = self._outs(row, how, float8, ins, consumers.definition)
         repeats = how == "float32" and kind != "product" and not (float8 or why)
         repeats = repeats and precision == "default"
         repeats = repeats and not (table.adds_at(eqn) or table.puts(eqn))
@@ -337,41 +341,36 @@ class Planner:
         options = why or "", precision, float8, tangent, repeats
         return Step(*row, how, by, dtype, outs, *options)
 
-    def _with_exact(
-        self, step: Step, row: Row, ins: Sequence[Facts], consumers: Consumers
-    ) -> Step:
-        """Returns a step with that of what a loop adds up and others read rounded."""
-        way = joined(starts for starts, _ in row.read.summed)
-        sums = [x.exact if way >> i & 1 else None for i, x in enumerate(ins)]
-        if not any(sums):
-            return step
-        pairs = zip(ins, sums, strict=True)
-        exact = self._step(row, [one or x for x, one in pairs], consumers)
-        pairs = zip(step.outs, exact.outs, strict=True)
-        outs = tuple([out._replace(exact=one) for out, one in pairs])
-        return step._replace(outs=outs, exact=exact, repeats=False)
-
     def _outs(
         self,
         row: Row,
         how: How,
         float8: bool,
         ins: Sequence[Facts],
-        tangent: bool,
         definition: Definition,
     ) -> tuple[Facts, ...]:
         """Returns the facts of the outputs of an equation that is not gone into."""
-        eqn, kind, back, dtype = row.eqn, row.kind, row.back, self.dtype_in(row.back)
+        eqn = row.eqn
         if ins and ins[0].half and (table.retypes(eqn) or table.is_saved(eqn)):
-            return (ins[0]._replace(exact=None),)
-        floats = [is_float32(var) for var in eqn.outvars]
-        wanted, stored = row.read.wanted, None
-        firmly = self.ops.rounds_matmuls and not row.need & needs.REGION
-        by_name = eqn.primitive.name in DEFAULT_OPS.infer
+            return (ins[0],)
+        stored = None
+        if row.kind == "exact":
+            if any([x.stored is not None for x in ins]):
+                stored = ()
+        elif how == "stored" and not needs.is_for_products(row.need):
+            stored = facts.stored_axes(eqn.outvars[0], definition)
+        halves = self._halves(row, how, float8)
+        return facts.of_outputs(row, ins, halves, self.dtype_in(row.back), stored)
+
+    def _halves(self, row: Row, how: How, float8: bool) -> list[bool]:
+        """Returns which outputs of an equation have 16 bits."""
+        eqn, kind, wanted = row.eqn, row.kind, row.demand.needs
+        floats, dtype = [is_float32(x) for x in eqn.outvars], self.dtype_in(row.back)
         if float8 or (kind == "product" and "preferred_element_type" in eqn.params):
-            is_half = kind == "product" and (how == "half" or firmly)
-            half = [is_half] * len(floats)
-        elif kind == "product" or (how == "half" and not by_name):
+            firmly = self.ops.rounds_matmuls and not row.need & needs.REGION
+            return [kind == "product" and (how == "half" or firmly)] * len(floats)
+        by_name = eqn.primitive.name in DEFAULT_OPS.infer
+        if kind == "product" or (how == "half" and not by_name):
             avals = [
                 x.aval.update(dtype=dtype) if rounds and is_inexact(x) else x.aval
                 for x, rounds in zip(eqn.invars, classes.rounds(eqn), strict=True)
@@ -380,58 +379,12 @@ class Planner:
             half = [x.dtype == dtype for x in _jaxpr.out_avals(made)]
             if products.is_fused(eqn):
                 half = list(map(operator.and_, half, map(needs.is_half, wanted)))
-        elif how == "half":
-            half = floats
-        elif how == "rounded":
-            half = [needs.is_half(need) for need in wanted]
-        elif how == "stored" and kind != "exact":
-            half = floats
-            if not needs.is_for_products(row.need):
-                stored = _stored_axes(eqn.outvars[0], definition)
-        else:
-            half = [False] * len(floats)
-        cotangent = broadcast = False
-        if back:
-            # Sent to many alike.
-            computed = [x for x in ins if x.scalar is None]
-            broadcast = table.copies(eqn) or (
-                any([x.broadcast or x.scalar is not None for x in ins])
-                if kind == "product"
-                else bool(computed) and all([x.broadcast for x in computed])
-            )
-            cotangent = kind == "product" or is_of_cotangent(eqn, ins)
-            cotangent |= kind == "exact" and any([x.cotangent for x in ins])
-        product = _of_product(eqn, kind, ins)
-        given, scalar, repeated = False, None, ()
-        joined = kind == "exact" and len(ins) == 1 and ins[0].joined
-        if table.joins(eqn) and any([x.half or x.joined for x in ins]):
-            joined = all([x.half or x.joined or x.given for x in ins])
-        if kind != "product":
-            given = _all_given(ins)
-            repeated = _repeated(eqn, ins) if given and floats else ()
-            numbers = [x.scalar for x in ins if x.scalar is not None]
-            if numbers and len(numbers) == len(ins):
-                scalar = table.folded(eqn, numbers)
-            if kind == "exact" and any([x.stored is not None for x in ins]):
-                stored = ()
-        known = facts.shared if scalar is None else Facts
-        return tuple(
-            [
-                known(
-                    dtype if is_half and is_float else None,
-                    given,
-                    cotangent,
-                    0 if is_half or not is_float else product,
-                    broadcast,
-                    tangent,
-                    scalar,
-                    stored if is_half and is_float else None,
-                    joined=joined and not is_half,
-                    repeated=repeated,
-                )
-                for is_half, is_float in zip(half, floats, strict=True)
-            ]
-        )
+            return half
+        if how == "rounded":
+            return [needs.is_half(need) for need in wanted]
+        if how == "half" or (how == "stored" and kind != "exact"):
+            return floats
+        return [False] * len(floats)
 
     def _why_16bit(self, row: Row, ins: Sequence[Facts]) -> str | None:
         """Returns why an equation rounds nothing to float8; None if it does.
@@ -463,9 +416,9 @@ class Planner:
         self, row: Row, ins: Sequence[Facts], consumers: Consumers
     ) -> tuple[Inside, tuple[Facts, ...]]:
         """Plans the jaxprs in an equation, and returns the facts of its outputs."""
-        eqn, ins = row.eqn, [x._replace(exact=None) for x in ins]
+        eqn = row.eqn
         scopes = inside(eqn, row.around)
-        demand = self.analysis.inside(eqn, row.read, scopes)
+        demand = self.analysis.inside(eqn, row.demand, scopes)
         layout, kind = _jaxpr.call_layout(eqn), _jaxpr.call_kind(eqn)
         passed: Any = ("as is",) * len(ins)
         ends: Any = ("free",) * len(eqn.outvars)
@@ -567,49 +520,27 @@ class Planner:
     ) -> tuple[Inside, tuple[Facts, ...]]:
         """Plans a loop: it carries 16 bits where all iterations agree."""
         eqn, dtype = row.eqn, self.dtype_in(row.back)
-        layout, kind = _jaxpr.call_layout(eqn), _jaxpr.call_kind(eqn)
-        start, stop = layout.fixed_in.start, layout.fixed_in.stop
-        passed: list[Any] = ["as is"] * len(ins)
-        weights: tuple[int, ...] = ()
+        layout, is_scan = _jaxpr.call_layout(eqn), _jaxpr.call_kind(eqn) == "scan"
         again = any([x.tangent for x in ins])  # it will be transposed
-        written = DIFFERENTIATED in scopes or _jaxpr.is_differentiated(eqn)
-        written = written or _jaxpr.holds_backward(eqn)
-        given = list(ins)
-        if kind == "while" or (written and not again):
-            # A slice of an argument is rounded in the body, as that needs no memory.
-            stacked = range(stop, len(ins)) if kind == "scan" else ()
-            made = [i for i in stacked if consumers.definition(eqn.invars[i])]
-            places = [*range(start), *made]
-            before = self._rounded_before(eqn, ins, demand, scopes, places)
-            for i, one in before.items():
-                given[i], passed[i] = ins[i].rounded(one), one
-            weights = tuple(i for i in range(start) if given[i].half)
-        else:  # what each iteration sends back to it adds up in float32
-            given[:start] = [
-                x.widened()._replace(constant=x.half or x.constant) for x in ins[:start]
-            ]
-            passed[:start] = ["wide"] * start
-        for i, x in enumerate(given[stop:], stop):  # a slice of each in an iteration
-            axes = x.stored and tuple([n - 1 for n in x.stored if 0 not in x.stored])
-            repeated = tuple([n - 1 for n in x.repeated if n])
-            given[i] = x._replace(scalar=None, stored=axes, repeated=repeated)
+        start, stop = layout.fixed_in.start, layout.fixed_in.stop
+        given, passed, weights = self._entering(row, ins, demand, scopes, consumers)
         *tests, body = layout.bodies
         within = self.analysis.consumers(body.jaxpr, demand, scopes)
         carried = self._carried(row, ins, demand)
         # Gradients are sums, and float16 may not have the range of what is stacked.
         stores = not row.back and self.dtype != np.float16
         stacks: End = "free" if row.back else "stacked" if stores else "ranged"
+        sums: dict[int, int] = {}
         while True:
             given[start:stop] = carried
-            streams = {}
-            if kind == "scan" and not row.back:
+            if is_scan and not row.back:
                 ahead = consumers.forward
-                streams = _streams(eqn, ahead, body, demand, carried, within)
+                sums = streams.stacked(eqn, ahead, body, demand, carried, within)
             ends = _ends(eqn, demand, carried, stacks)
             if stores:
-                for i in streams.values():
-                    given[start + i] = Facts(dtype, exact=carried[i])
-                ends = tuple(replaced(ends, streams, ["half"] * len(streams)))
+                for i in sums.values():
+                    given[start + i] = Facts(dtype, sum32=carried[i])
+                ends = tuple(replaced(ends, sums, ["half"] * len(sums)))
             inner = self._body(body, given, demand, ends, scopes)
             before = carried  # a body that returns float32, or has computed, decides
             pairs = zip(before, inner[1].outs, strict=False)
@@ -617,28 +548,59 @@ class Planner:
             if carried == before:
                 break
         if stacks == "ranged":
-            done = replaced(inner[1].ends, streams, ["ranged"] * len(streams))
+            done = replaced(inner[1].ends, sums, ["ranged"] * len(sums))
             inner = inner[0], dataclasses.replace(inner[1], ends=tuple(done))
         passed[start:stop] = [x.dtype or "wide" for x in carried]
         bodies = [inner]
         for body in tests:
             test = self.analysis.test_of(body)
-            fixed: tuple[End, ...] = ("wide",) * len(test.wanted)
+            fixed: tuple[End, ...] = ("wide",) * len(test.needs)
             bodies.insert(0, self._body(body, given, test, fixed, scopes))
         outs = []
-        for i, (var, out) in enumerate(zip(eqn.outvars, inner[1].outs, strict=True)):
-            half = out.half and is_float32(var)
-            stored = out.stored
-            if i in layout.fixed_out:
-                stored = carried[i].stored
-            elif stored is not None or demand.wanted[i] & needs.BACK:
-                stored = tuple([axis + 1 for axis in stored or ()])
-            known = Facts(given=out.given, tangent=again, digits=out.digits)
-            if half:
-                known = known._replace(dtype=out.dtype, stored=stored)
+        for i, (var, x) in enumerate(zip(eqn.outvars, inner[1].outs, strict=True)):
+            is_carried, half = i in layout.fixed_out, x.half and is_float32(var)
+            stack = facts.axes_of_stack(x, demand.needs[i])
+            stored = (carried[i].stored if is_carried else stack) if half else None
+            dtype = x.dtype if half else None
+            known = Facts(dtype, x.given, tangent=again, stored=stored, digits=x.digits)
             outs.append(known)
-        planned = Inside(tuple(passed), tuple(bodies), demand, scopes, weights)
-        return planned, tuple(outs)
+        bodies = tuple(bodies)
+        return Inside(tuple(passed), bodies, demand, scopes, weights), tuple(outs)
+
+    def _entering(
+        self,
+        row: Row,
+        ins: Sequence[Facts],
+        demand: Demand,
+        scopes: Scopes,
+        consumers: Consumers,
+    ) -> tuple[list[Facts], list[Any], tuple[int, ...]]:
+        """Returns the facts of what the iterations of a loop are given.
+
+        And how each is passed to them, and which are rounded before the first.
+        """
+        eqn, kind = row.eqn, _jaxpr.call_kind(row.eqn)
+        fixed = _jaxpr.call_layout(eqn).fixed_in
+        given, passed = list(ins), list[Any](["as is"] * len(ins))
+        weights: tuple[int, ...] = ()
+        again = any([x.tangent for x in ins])
+        written = DIFFERENTIATED in scopes or _jaxpr.is_differentiated(eqn)
+        written = written or _jaxpr.holds_backward(eqn)
+        if kind == "while" or (written and not again):
+            # A slice of an argument is rounded in the body, as that needs no memory.
+            stacked = range(fixed.stop, len(ins)) if kind == "scan" else ()
+            made = [i for i in stacked if consumers.definition(eqn.invars[i])]
+            places = [*range(fixed.start), *made]
+            before = self._rounded_before(eqn, ins, demand, scopes, places)
+            for i, one in before.items():
+                given[i], passed[i] = ins[i].rounded(one), one
+            weights = tuple(i for i in range(fixed.start) if given[i].half)
+        else:  # what each iteration sends back to it adds up in float32
+            for i, x in enumerate(ins[: fixed.start]):
+                constant = x.half or x.constant
+                given[i], passed[i] = x.widened()._replace(constant=constant), "wide"
+        given[fixed.stop :] = map(facts.slice_of, given[fixed.stop :])
+        return given, passed, weights
 
     def _carried(self, row: Row, ins: Sequence[Facts], demand: Demand) -> list[Facts]:
         """Returns what a loop may carry, going by what it starts from."""
@@ -648,11 +610,11 @@ class Planner:
         starts = ins[layout.fixed_in.start : layout.fixed_in.stop]
 
         def known(out: int, start: Facts) -> Facts:
-            need = demand.wanted[out]
+            need = demand.needs[out]
             is_number = start.scalar is not None and start.fits(dtype)
             half = start.half or is_number or needs.is_rounded_for_products(need)
             half = half and is_float32(eqn.outvars[out]) and not start.tangent
-            half = half and needs.is_carried(row.read.wanted[out], need)
+            half = half and needs.is_carried(row.demand.needs[out], need)
             return Facts(
                 dtype if half else None,
                 start.given and given[out],
@@ -687,64 +649,7 @@ def _ends(
             return stacks
         return "stacked" if needs.is_stored(need) else "free"
 
-    return tuple([end(i, need) for i, need in enumerate(demand.wanted)])
-
-
-def _streams(
-    loop: Equation,
-    ahead: Collection[Any],
-    body: _jaxpr.Body,
-    demand: Demand,
-    carried: Sequence[Facts],
-    within: Consumers,
-) -> dict[int, int]:
-    """Returns what a scan stacks of its sums for the backward pass alone.
-
-    As where it is to compute a layer again. The layer then reads the sum as it is
-    stacked, in 16 bits, in both passes. The arguments are those of :func:`_ends`, the
-    body and who reads its values, and ``ahead``, what the forward pass reads behind the
-    loop.
-
-    Returns:
-        For the place of each such stack the place of what is carried.
-    """
-    if any(_jaxpr.call_kind(x.eqn) and x.read.summed for x in within.rows):
-        return {}
-    summed = joined(ends for _, ends in demand.summed)
-    inner, layout = _jaxpr.open_jaxpr(body.jaxpr), _jaxpr.call_layout(loop)
-    found: dict[int, int] = {}
-    for place, out in zip(layout.fixed_in, layout.fixed_out, strict=True):
-        known, var = carried[out], inner.invars[place]
-        outs = [i for i, x in enumerate(inner.outvars) if x is var]
-        stacks = set(outs).difference(layout.fixed_out)
-        is_sum = summed >> out & 1 and not (known.given or known.tangent)
-        again = all(
-            loop.outvars[i] not in ahead
-            and needs.is_computed_with_again(demand.wanted[i])
-            for i in stacks
-        )
-        if is_sum and again and not _needs_digits(within, var):
-            found |= dict.fromkeys(stacks, out)
-    return found
-
-
-def _needs_digits(consumers: Consumers, var: Any) -> bool:
-    """Whether an equation needs the last digits of ``var``, beside the loop's sum."""
-    return any(
-        x is var and needs.is_exact(need) and not way >> i & 1
-        for row in consumers.rows
-        for way in [joined(starts for starts, _ in row.read.summed)]
-        for i, (x, need) in enumerate(zip(row.eqn.invars, row.input_needs, strict=True))
-    )
-
-
-def _stored_axes(var: Any, definition: Definition) -> tuple[int, ...]:
-    """Returns the axes over which what is stored in 16 bits sums to one."""
-    eqn = definition(var)
-    axes = axes_of_softmax(eqn, definition) if eqn else ()
-    # Of more than 2^14 weights the largest may round to zero, and so may the sum.
-    few = as_number(math.prod(var.aval.shape[i] for i in axes)) <= 2**14
-    return axes if few else ()
+    return tuple([end(i, need) for i, need in enumerate(demand.needs)])
 
 
 def replaced(items: Sequence[Any], places: Iterable[int], new: Iterable[Any]) -> list:
@@ -773,7 +678,7 @@ def decide(
         return "float32", rules.AS_WRITTEN
     half = needs.is_half(need)
     if kind == "product":
-        if any(map(needs.is_half, row.read.wanted)):
+        if any(map(needs.is_half, row.demand.needs)):
             return "half", rules.BETWEEN
         return "float32", _of_float32(row)
     if kind in ("exact", "smooth") and _follows(eqn, kind, ins, half, dtype):
@@ -783,7 +688,7 @@ def decide(
         rule = rules.STORED if stored else rules.BETWEEN
         return "half" if holds else "rounded", rule
     cuts = kind == "exact" and table.cuts(eqn) and ins[0].product == 2
-    if cuts and any(map(needs.is_half, row.read.wanted)):
+    if cuts and any(map(needs.is_half, row.demand.needs)):
         if row.back and dtype == np.float16:  # a sum that was kept in its range
             return "float32", rules.RANGE
         return "rounded", rules.BETWEEN  # as if a product returned it alone
@@ -791,24 +696,24 @@ def decide(
     if half and kind in ("exact", "smooth") and any([x.constant for x in ins]):
         usual = rules.CONSTANTS
     if kind == "smooth" and half and table.joins(eqn) and any([x.half for x in ins]):
-        if _all_given([x for x in ins if not x.half]):
-            if _adds_bias(eqn, ins):
+        if facts.all_given([x for x in ins if not x.half]):
+            if facts.adds_bias(eqn, ins):
                 return "half", rules.BETWEEN  # a bias is rounded as weights are
         elif dtype != np.float16 or all([x.half or x.joined or x.given for x in ins]):
             return "rounded", rules.BETWEEN
         else:
             usual = rules.RANGE
     sums = kind == "smooth" and needs.is_summed_and_handed_on(need)
-    if sums and row.back and is_of_cotangent(eqn, ins):
+    if sums and row.back and facts.is_of_cotangent(eqn, ins):
         return "stored", rules.FLOAT32
     # What was given is rounded where it is used.
-    if kind != "exact" and needs.is_stored(need) and not _all_given(ins):
+    if kind != "exact" and needs.is_stored(need) and not facts.all_given(ins):
         return "stored", kept or usual
-    if half and table.squashes(eqn) and not _all_given(ins):
+    if half and table.squashes(eqn) and not facts.all_given(ins):
         behind = any([x.product for x in ins])
         if needs.is_squashed_for_products(need, behind=behind):
             return "rounded", rules.BETWEEN
-    if kind == "exact" and needs.is_stored(need) and _all_given(ins):
+    if kind == "exact" and needs.is_stored(need) and facts.all_given(ins):
         # XLA finds the gradient of a convolution where nothing stands between it and
         # the reversed kernel.
         if (
@@ -824,81 +729,12 @@ def decide(
     return "float32", kept or _of_float32(row, usual)
 
 
-def is_of_cotangent(eqn: Equation, ins: Sequence[Facts]) -> bool:
-    """Whether what ``eqn`` of a backward pass returns is made of a product's cotangent.
-
-    It is made of that elementwise, so each of its entries has been rounded, and
-    may be once more. Not behind a factor that was given, which may bring them out
-    of range. And not copies: these were rounded alike, and their errors add up.
-    """
-    makes = table.multiplies(eqn) or table.adds_terms(eqn)
-    if not makes or any([table.is_far(x.scalar) for x in ins]):
-        return False
-    if any(x.stored or (x.given and x.scalar is None) for x in ins):
-        return False
-    return any(x.cotangent and not x.broadcast for x in ins)
-
-
-def _of_product(eqn: Equation, kind: Class, ins: Sequence[Facts]) -> int:
-    """Returns how what ``eqn`` returns in float32 is made of a product, see `Facts`."""
-    if kind == "product":
-        return 2
-    if kind not in ("exact", "smooth") and not table.is_power(eqn):
-        return 0
-    has_bias = table.joins(eqn) and _adds_bias(eqn, ins)
-    made = [
-        2 if x.half and x.stored is None else x.product
-        for x, var in zip(ins, eqn.invars, strict=True)
-        if is_float32(var) and x.scalar is None and not (has_bias and x.given)
-    ]
-    return min([*made, 1 if table.is_power(eqn) else 2]) if made else 0
-
-
-def _adds_bias(eqn: Equation, ins: Sequence[Facts]) -> bool:
-    """Whether the inputs of the program that a sum adds are biases, or numbers.
-
-    A bias varies along one axis, and the sum repeats it along one before. What has
-    an entry for each row, such as positions, may cancel behind the sum.
-    """
-    shape = eqn.outvars[0].aval.shape
-    for x, var in zip(ins, eqn.invars, strict=True):
-        if x.half or not x.given or x.scalar is not None:
-            continue
-        own = var.aval.shape or (1,) * len(shape)
-        alike = [own[i] != n or i in x.repeated for i, n in enumerate(shape) if n != 1]
-        if alike.count(False) != 1 or not alike[0]:
-            return False
-    return True
-
-
-def _repeated(eqn: Equation, ins: Sequence[Facts]) -> tuple[int, ...]:
-    """Returns the axes along which what ``eqn`` makes of inputs repeats entries."""
-    shape = eqn.outvars[0].aval.shape
-    if table.broadcasts(eqn):
-        old = eqn.invars[0].aval.shape
-        varies = [
-            axis
-            for i, axis in enumerate(eqn.params["broadcast_dimensions"])
-            if old[i] == shape[axis] and i not in ins[0].repeated
-        ]
-        return tuple([i for i, n in enumerate(shape) if n != 1 and i not in varies])
-    if table.transposes(eqn):
-        old = eqn.params["permutation"]
-        return tuple([i for i, axis in enumerate(old) if axis in ins[0].repeated])
-    arrays = [x for x in zip(ins, eqn.invars, strict=True) if x[0].scalar is None]
-    same = all([x.aval.shape == shape for _, x in arrays])
-    keeps = table.is_elementwise(eqn) or table.keeps_magnitudes(eqn)
-    if not (arrays and same and keeps):
-        return ()
-    return facts.repeated_by_all([x for x, _ in arrays])
-
-
 def _of_float32(row: Row, usual: Rule = rules.FLOAT32) -> Rule:
     """Returns by what something is float32, if its consumers decide that."""
     need = row.need
     if need & needs.REGION:
         return usual  # what the user keeps, or nobody knows, reads it as it is
-    if row.read.summed:
+    if row.demand.summed:
         return rules.LOOPS
     if need & needs.MANY:
         return rules.GATES
@@ -919,7 +755,3 @@ def _follows(
     if stored and kind == "smooth" and not table.joins(eqn):
         return False
     return all([x.half or (x.scalar is not None and x.fits(dtype)) for x in floats])
-
-
-def _all_given(ins: Sequence[Facts]) -> bool:
-    return all([x.given for x in ins])

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._autocast import analysis, facts, needs, plan, rules, transfer
+from jaxmp._autocast import analysis, facts, needs, rules, streams, transfer
 from jaxmp._autocast.plan import Plan, Planner
 from jaxmp._ops import products, table
 from jaxmp._ops.precision import own_precisions
@@ -276,8 +276,8 @@ CASES = {
     ),
     "sums of layers that are computed again": Case(
         "bytes",
-        plan,
-        "_streams",
+        streams,
+        "stacked",
         lambda *args: {},
         rules.LOOPS,
         test_rematerialised.loss(test_rematerialised.layer, test_rematerialised.again),
@@ -300,7 +300,7 @@ CASES = {
     ),
     "gradients that are also summed": Case(
         "bytes",
-        plan,
+        facts,
         "is_of_cotangent",
         never,
         rules.STORED,
@@ -346,8 +346,8 @@ CASES = {
     ),
     "a bias": Case(
         "digits",
-        plan,
-        "_adds_bias",
+        facts,
+        "adds_bias",
         lambda *args: True,
         rules.FLOAT32,
         position,
@@ -373,7 +373,7 @@ CASES = {
     ),
     "a bias that was broadcast before": Case(
         "bytes",
-        plan,
+        facts,
         "_repeated",
         lambda *args: (),
         rules.BETWEEN,

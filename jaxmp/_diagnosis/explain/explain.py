@@ -226,7 +226,7 @@ def _reason(x: Operation, *, is_library: bool) -> str:
             return f"guard: {guard}"
         case rules.AS_WRITTEN:
             return step.why or "as it was written"
-        case rules.LOOPS if step.read.summed:
+        case rules.LOOPS if step.demand.summed:
             return "summed over the iterations"
         case rules.FLOAT32 if step.is_read_exactly and x.is_returned:
             return "returned"

@@ -263,20 +263,20 @@ class _Keeping(Analysis):
 def _sites(plan: Plan, at: Path = ()) -> Iterator[tuple[Path, Site]]:
     """Yields all that a plan rounds, by where it is in the program and in the plan."""
     for i, x in enumerate(plan.ins):
-        if x.exact is not None:
+        if x.sum32 is not None:
             yield (*at, "in", i), (id(plan), "in", i)
     for i, end in enumerate(plan.ends):
         if end in ("half", "stacked"):
             yield (*at, "end", i), (id(plan), "end", i)
     for number, step in enumerate(plan.steps):
-        for exact, one in ("exact", step.exact or step), (None, step):
-            here = *at, number, exact
+        for which, one in ("sum", step.sum32 or step), (None, step):
+            here = *at, number, which
             if _rounds_operands(one):
                 yield (*here, "operands"), (id(one), "operands")
             for i, x in enumerate(one.outs):
                 if x.half:
                     yield (*here, "out", i), (id(one), "out", i)
-        for one in (step, step.exact):
+        for one in (step, step.sum32):
             if one is None or one.inside is None:
                 continue
             for i, how in enumerate(one.inside.passed):
