@@ -103,7 +103,7 @@ else:  # for type checkers, a `__getattr__` would make every name a good one
             return _importlib.import_module(f".{name}", __name__)
         if name[0] != "_" and name in _all():
             return globals()[name]
-        from ._base.names import missing
+        from ._names import missing
 
         raise missing(__name__, name)
 

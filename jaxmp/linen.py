@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -15,12 +14,13 @@ from jax.ad_checkpoint import checkpoint_name
 from ._attention.for_flax import attend_as_flax
 from ._attention.function import Implementation, as_arrays
 from ._base.checks import check_function, short
-from ._base.names import missing, not_installed
+from ._base.marks import Marked
 from ._base.policy import PolicyLike, casting_policy
 from ._base.tree import cast_tree, is_floating_array, path_name
 from ._devices.gather import gather as _gather
 from ._diagnosis.activations import activation_gradients as _activation_gradients
 from ._gradients.grad import cast_around as _cast_around
+from ._names import missing, not_installed
 
 try:
     import flax.linen as nn
@@ -187,9 +187,7 @@ def with_policy(model: nn.Module, policy: PolicyLike) -> Callable[..., Any]:
 
     @functools.wraps(model.apply, updated=())
     def apply(*args, **kwargs):
-        # Results of modules with a dtype of their own, by id. Weak, so that no tracer
-        # outlives its trace and no id is used again.
-        chosen = weakref.WeakValueDictionary()
+        chosen = Marked()  # results of modules with a dtype of their own
         default = jax.config.jax_default_matmul_precision  # pyright: ignore
 
         def bring_back(next_fun, args, kwargs, context):
@@ -206,14 +204,13 @@ def with_policy(model: nn.Module, policy: PolicyLike) -> Callable[..., Any]:
             if not module.path and not isinstance(module.parent, nn.Module):
                 return result
             if getattr(module, "dtype", None) is not None:
-                arrays = jax.tree.leaves(result)
-                chosen.update({id(x): x for x in arrays if isinstance(x, jax.Array)})
+                chosen.add(jax.tree.leaves(result))
                 return result
             arrays = filter(is_floating_array, jax.tree.leaves((args, kwargs)))
             if any(x.dtype != compute_dtype for x in arrays):
                 return result
             return jax.tree.map(
-                lambda x: x if id(x) in chosen else cast_tree(x, compute_dtype), result
+                lambda x: x if x in chosen else cast_tree(x, compute_dtype), result
             )
 
         with nn.intercept_methods(bring_back):

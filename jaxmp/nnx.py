@@ -17,8 +17,6 @@ from ._attention.for_flax import attend_as_flax
 from ._attention.function import Implementation, as_arrays
 from ._autocast.autocast import autocast as _autocast
 from ._base.checks import as_positions, as_tuple, explains, short
-from ._base.modules import module_scopes
-from ._base.names import missing, not_installed
 from ._base.objects import refuse_integers
 from ._base.policy import Policy, PolicyLike, casting_policy, get_policy
 from ._base.tree import AxisName, choose, is_floating_array, path_name
@@ -30,7 +28,9 @@ from ._gradients.differentiate import (
     differentiate,
     loss_and_aux,
 )
+from ._jaxprs.modules import module_scopes
 from ._jaxprs.state import handed_back
+from ._names import missing, not_installed
 from ._training.loss_scale_state import UNSCALED, skipped_in
 
 try:

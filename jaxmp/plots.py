@@ -18,12 +18,12 @@ from jax.typing import DTypeLike
 
 from ._base.checks import as_scale, check_positive, describe
 from ._base.dtypes import as_dtype, is_narrow
-from ._base.names import not_installed
 from ._diagnosis.exponents import RecordRangesState, exponent_histogram
 from ._diagnosis.overflow.report import OverflowReport
 from ._diagnosis.parity.report import ParityReport
 from ._diagnosis.ranges import range_report, suggest_loss_scale
 from ._diagnosis.sensitivity.report import SensitivityReport
+from ._names import not_installed
 from ._training.loss_scale_state import LossScaleState, get_loss_scale_state, scale_in
 
 try:

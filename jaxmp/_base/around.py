@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ import numpy as np
 
 from . import later
 from .checks import known_number, warn
+from .marks import Marked
 
 # Around a gradient of ours, which scales the loss or is told not to: a named scope,
 # because JAX may have traced it before.
@@ -38,9 +38,7 @@ class Around(NamedTuple):
 
 _NOTHING = Around()
 _AROUND: contextvars.ContextVar[Around] = contextvars.ContextVar("around")
-# Loss scales with which gradients were computed in float16, by id. Weak, so that none
-# is held, and no id is used again.
-_IN_FLOAT16: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_IN_FLOAT16 = Marked()  # loss scales with which gradients in it were computed
 
 
 @contextlib.contextmanager
@@ -124,12 +122,12 @@ def warn_if_unscaled(dtype: Any, results: Any) -> None:
 
 def note_float16(scales: Sequence[Any]) -> None:
     """Notes of loss scales that gradients in float16 are computed with them."""
-    _IN_FLOAT16.update({id(x): x for x in scales if isinstance(x, jax.Array)})
+    _IN_FLOAT16.add(scales)
 
 
 def warn_if_float16(loss_scale: Any, policy: str) -> None:
     """Warns where gradients in float16 have a scale that a policy keeps at 1."""
-    if _IN_FLOAT16.get(id(loss_scale)) is loss_scale:
+    if loss_scale in _IN_FLOAT16:
         warn(
             "These gradients are computed in float16, but the optimizer is wrapped by "
             f'`jaxmp.loss_scaling(optimizer, "{policy}")`, which keeps the loss scale '

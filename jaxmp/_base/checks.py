@@ -19,7 +19,7 @@ import jmp
 import numpy as np
 from jax.typing import ArrayLike
 
-from .names import refuse_other_scale
+from .other_scales import refuse_other_scale
 
 F = TypeVar("F", bound=Callable)
 
@@ -171,20 +171,6 @@ def check_axes_are_bound(axes: tuple[Any, ...]) -> None:
             ) from None
 
 
-def check_mesh(mesh: Any) -> None:
-    """Raises where a name, a sharding or devices stand in the place of a mesh."""
-    if mesh is None or isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
-        return
-    cure = 'Pass for example `mesh=jax.sharding.Mesh(jax.devices(), ("data",))`.'
-    if isinstance(mesh, jax.sharding.NamedSharding):
-        cure = "Pass the mesh in it: `mesh=sharding.mesh`."
-    elif isinstance(mesh, str):
-        cure += f" Inside `shard_map`, pass `axis_name={short(mesh)}` and no mesh."
-    raise TypeError(
-        f"`mesh` must be a `jax.sharding.Mesh`, but is {short(mesh)}. {cure}"
-    )
-
-
 # Ours, and what may call us for a user.
 _BETWEEN = (
     "jaxmp",
@@ -333,16 +319,6 @@ def explains(call: str, hint: str = _CALL_IT) -> Callable[[F], F]:
         return explained  # pyright: ignore[reportReturnType]
 
     return decorate
-
-
-def uncalled(name: str, fun: Callable, reports: F) -> F:
-    """Returns ``reports``; printed before it is called, it says what is missing."""
-    of = getattr(fun, "__name__", type(fun).__name__)
-    # What Python prints of a function.
-    reports.__qualname__ = (
-        f"jaxmp.{name}({of}), to be called with the arguments of {of},"
-    )
-    return reports
 
 
 def as_html(report: Any) -> str:

@@ -16,6 +16,13 @@ def traces() -> Any:
     return jaxpr
 
 
+def module_scopes() -> Any:
+    """Returns the context in which calls of modules have named scopes."""
+    from .._jaxprs.modules import module_scopes
+
+    return module_scopes
+
+
 def handed_back() -> Any:
     """Returns the function that tells which arrays another one returns unchanged."""
     from .._jaxprs.state import handed_back

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from .checks import as_html, clipped, short
 from .dtypes import DTYPES, as_dot_dtype, as_dtype, parse_dtype, spelled, suggest
 from .gpus import mixed
-from .names import refuse_other_scale
+from .other_scales import refuse_other_scale
 from .tree import cast_tree, is_array, is_floating, path_name, wide_dtype
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .._base import later
-from .._base.checks import as_axes, check_axes_are_bound, check_mesh, short, warn
+from .._base.checks import as_axes, check_axes_are_bound, short, warn
 from .._base.policy import Policy
 from .._base.tree import AxisName, is_inexact, is_key, varying_axes
 from .._gradients.differentiate import Options
@@ -38,7 +38,7 @@ class Devices:
         shardings: Any,
         gather: bool,
     ) -> None:
-        check_mesh(mesh)
+        _check_mesh(mesh)
         self.axes = as_axes(axis_name)
         if mesh is not None:
             if axis_name is None:
@@ -202,3 +202,17 @@ def _check_state_is_known(own: Any, changes: dict, state: dict) -> None:
             "whether it is sharded as they are, or to be averaged. Use "
             "`shard_map(check_vma=True)`, which knows."
         )
+
+
+def _check_mesh(mesh: Any) -> None:
+    """Raises where a name, a sharding or devices stand in the place of a mesh."""
+    if mesh is None or isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
+        return
+    cure = 'Pass for example `mesh=jax.sharding.Mesh(jax.devices(), ("data",))`.'
+    if isinstance(mesh, jax.sharding.NamedSharding):
+        cure = "Pass the mesh in it: `mesh=sharding.mesh`."
+    elif isinstance(mesh, str):
+        cure += f" Inside `shard_map`, pass `axis_name={short(mesh)}` and no mesh."
+    raise TypeError(
+        f"`mesh` must be a `jax.sharding.Mesh`, but is {short(mesh)}. {cure}"
+    )

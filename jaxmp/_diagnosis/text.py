@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from .._jaxprs.places import short_line
 
+F = TypeVar("F", bound=Callable)
 WIDTH = 80
 
 
@@ -100,3 +101,13 @@ def unit(number: float, base: int) -> str:
     while number >= base and power < len(prefixes) - 1:
         number, power = number / base, power + 1
     return f"{number:.4g} {prefixes[power]}"
+
+
+def uncalled(name: str, fun: Callable, reports: F) -> F:
+    """Returns ``reports``; printed before it is called, it says what is missing."""
+    of = getattr(fun, "__name__", type(fun).__name__)
+    # What Python prints of a function.
+    reports.__qualname__ = (
+        f"jaxmp.{name}({of}), to be called with the arguments of {of},"
+    )
+    return reports

@@ -13,7 +13,6 @@ from .._base import later
 from .._base.around import note_casting, warn_if_unscaled
 from .._base.checks import check_function, explains
 from .._base.gpus import warn_if_emulated
-from .._base.modules import module_scopes
 from .._base.objects import refuse_integers, refuse_lost_updates
 from .._base.policy import Policy, PolicyLike, casting_policy
 from .._base.tree import AxisName
@@ -249,7 +248,7 @@ def value_and_grad(
     user = inspect.unwrap(fun)  # of `grad`, what it was given
 
     def stateless(state, *args, **kwargs):
-        with module_scopes((args, kwargs)):
+        with later.module_scopes()((args, kwargs)):
             result = checked(*args, **kwargs)
         return *loss_and_aux(result, has_aux, user), state
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from .._base.around import inside, is_staged
 from .._base.dtypes import is_narrow, without_casts
-from .._base.modules import module_scopes
 from .._base.tree import is_array, path_name, taken_out
 from .jaxpr import FLOAT32, stage, trace
+from .modules import module_scopes
 
 T = TypeVar("T")
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from .._base.checks import clipped
-from .._base.modules import without_repeats
 from . import jaxpr as _jaxpr
+from .modules import without_repeats
 
 # Equations in these stay as they were written: what the user keeps in float32, and what
 # an inner autocast has decided already.

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import numbers
-import weakref
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -25,7 +24,8 @@ from .._base.checks import (
     short,
     warn,
 )
-from .._base.names import refuse_other_scale
+from .._base.marks import Marked
+from .._base.other_scales import refuse_other_scale
 from .._base.tree import all_finite, choose, found_in, is_inexact, path_name, widen
 
 T = TypeVar("T")
@@ -50,9 +50,7 @@ class _Unscaled(float):
 
 UNSCALED = _Unscaled(1.0)  # the default, which differs from a 1.0 that is meant
 
-# Gradients that `value_and_grad` has divided, by id. Weak, so that none is held, and
-# no id is used again.
-_DIVIDED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_DIVIDED = Marked()  # gradients, by `value_and_grad`
 _FLOAT32 = np.finfo(np.float32)
 
 
@@ -449,7 +447,7 @@ def unscale(tree: T, loss_scale: Any) -> T:
             "`unscale(grads, loss_scale)` takes the gradients first, but the first "
             f"argument is {short(tree)} and the second {short(loss_scale)}. Swap them."
         )
-    if any(_DIVIDED.get(id(x)) is x for x in jax.tree.leaves(tree)):
+    if any(x in _DIVIDED for x in jax.tree.leaves(tree)):
         raise ValueError(
             "`unscale` was given gradients that `jaxmp.value_and_grad` returned, which "
             "has divided them by its loss scale already. Use them as they are. "
@@ -462,7 +460,7 @@ def divided(grads: T, loss_scale: Any) -> T:
     """Unscales the gradients of ``value_and_grad``, which are not to be so again."""
     grads = _unscaled(grads, loss_scale)
     if not _is_one(loss_scale):
-        _DIVIDED.update({id(x): x for x in jax.tree.leaves(grads)})
+        _DIVIDED.add(jax.tree.leaves(grads))
     return grads
 
 

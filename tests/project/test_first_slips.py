@@ -26,7 +26,7 @@ import jaxmp.linen
 import jaxmp.nnx
 import jaxmp.plots
 from conftest import answered
-from jaxmp._base.names import ANSWERS
+from jaxmp._names import ANSWERS
 
 PARAMS = {"w": jnp.ones(8)}
 X, Y = jnp.arange(32.0).reshape(4, 8) / 8, jnp.arange(4.0)

@@ -43,12 +43,12 @@ PACKAGES = (
 # Each house with its packages and the lines that it may have, docstrings and comments
 # too: more of them need a reason.
 HOUSES = {
-    "core": ("_base _training _gradients", 4_299),
+    "core": ("_base _training _gradients", 4_000),
     "optimizers": ("_optimizers", 1_150),
-    "devices": ("_devices", 846),
-    "engine": ("_jaxprs _ops _attention _head _autocast", 10_240),
+    "devices": ("_devices", 860),
+    "engine": ("_jaxprs _ops _attention _head _autocast", 10_456),
     "residuals": ("_residuals", 790),
-    "tools": ("_compiled _diagnosis", 9_631),
+    "tools": ("_compiled _diagnosis", 9_645),
 }
 CORE = {"_base", "_training", "_gradients"}
 LATER = "_base.later"
@@ -106,7 +106,7 @@ def test_a_house_does_not_grow(house):
 
 
 def test_each_module_is_in_a_package():
-    others = {*FRONT_ENDS, "_on_demand", "_version", "__init__", "__main__"}
+    others = {*FRONT_ENDS, "_names", "_on_demand", "_version", "__init__", "__main__"}
     assert {source.split(".")[0] for source in sources()} == {*PACKAGES} | others
 
 

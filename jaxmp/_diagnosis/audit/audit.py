@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, overload
 import jax
 
 from ..._autocast.emit import recording
-from ..._base.checks import check_function, explains, uncalled
+from ..._base.checks import check_function, explains
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.flatten import flatten, traced_in_float32
 from ..._jaxprs.places import Place, caller
@@ -22,7 +22,7 @@ from ..._ops.precision import own_precisions
 from ..._ops.products import default_precision
 from ..flow import Flow
 from ..numbers import Numbers
-from ..text import WIDTH
+from ..text import WIDTH, uncalled
 from .attention import judge
 from .compiled import audit_compiled
 from .compiled_report import CompiledReport

@@ -19,12 +19,13 @@ from ..._autocast import needs, rules
 from ..._autocast.emit import recording
 from ..._autocast.graph import joined
 from ..._autocast.plan import Step
-from ..._base.checks import check_function, clipped, explains, uncalled
+from ..._base.checks import check_function, clipped, explains
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.flatten import flatten
 from ..._jaxprs.places import Frame, Place, caller, is_called_directly, short_line
 from ..._ops.precision import own_precisions
 from ..flow import Flow, Operation
+from ..text import uncalled
 from .report import NO_SOURCE, ExplainedLine, Explanation
 
 P = ParamSpec("P")

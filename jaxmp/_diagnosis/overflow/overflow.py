@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._base.checks import check_function, explains, uncalled
+from ..._base.checks import check_function, explains
 from ..._base.dtypes import is_narrow
 from ..._base.tree import is_ref
 from ..._jaxprs.flatten import Flat, check_values, flatten, traced_in_float32
@@ -28,6 +28,7 @@ from ..._jaxprs.places import Place, caller
 from ..._jaxprs.scopes import FLOAT8_SCALED
 from ..._ops.table import is_exact
 from ..numbers import LostNumber, Numbers
+from ..text import uncalled
 from ..wide_replay import platform_of
 from .advice import advice
 from .limits import Limit, Limits

@@ -25,8 +25,8 @@ from ..._base.checks import (
     describe,
     explains,
     short,
-    uncalled,
 )
+from ..text import uncalled
 from .pairs import Key, Pairs, Slot, key_of, path_at, slots_of, slots_of_stored, spelled
 from .program import (
     BACKWARD,

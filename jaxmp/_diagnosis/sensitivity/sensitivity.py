@@ -23,7 +23,6 @@ from ..._base.checks import (
     clipped,
     describe,
     explains,
-    uncalled,
 )
 from ..._base.policy import PolicyLike, get_policy
 from ..._base.tree import path_name, widen
@@ -34,6 +33,7 @@ from ..._ops.lists import DEFAULT_OPS, OpLists
 from ..._ops.precision import FLOAT32_PRODUCTS, Float32Products
 from ..._residuals.eight_bits import FEW, Format, check_format
 from ..numbers import Numbers
+from ..text import uncalled
 from .report import SensitivityReport
 from .search import Search, errors_of, progress_bar
 from .switches import Program, with_roundings
