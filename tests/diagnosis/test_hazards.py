@@ -248,6 +248,18 @@ def test_units_by_numbers_are_named_with_their_sum_and_its_cure_cures(
     assert still < off / 4
 
 
+@pytest.mark.parametrize("sums", [jnp.sum, jnp.mean, lambda t: ((t - 0.3) ** 2).mean()])
+@pytest.mark.parametrize(("number", "names"), [(300.0, ["units"]), (3.0, [])])
+def test_what_is_summed_of_a_number_far_above_the_scale_is_named(sums, number, names):
+    def fun(x, y):
+        t = jnp.tanh(x @ y) @ y + number
+        return sums(t), t @ y
+
+    report = jaxmp.audit(jaxmp.autocast(fun))(X, Y)
+    assert [x.kind for x in report.hazards] == names
+    assert not jaxmp.audit(fun)(X, Y).hazards
+
+
 # Differences of rows of a sum with an array, and what is none of these.
 BETWEEN_ROWS = {
     "edges": (lambda t: t[FROM] - t[TO]),

@@ -52,7 +52,7 @@ _WHY = {
     "covariance": "E[xy] - E[x]E[y] is a small difference of large numbers",
     "moments": "E[x²] - E[x]² is a small difference of large numbers",
     "units": "a number is added to it in 16 bits, far above its scale, and then it is "
-    "subtracted from: a small difference of large numbers",
+    "subtracted from or summed: a small difference of large numbers",
     "kernel": "its kernel adds up to 0: a small difference of large numbers",
     "offset": "an input is added to it in 16 bits and it or another row is subtracted "
     "before the next matmul: a small difference of large numbers",
@@ -187,14 +187,13 @@ class _Search:
         part = self.attentions.multiplied(eqn, [x.part for x in ins], place)
         self._note("offset", ins, "taken")
         is_narrow_one = any(is_narrow(x.aval) for x in eqn.invars[:2])
-        is_default = has_default_precision(eqn)
         at_default = is_of_float32(eqn) and has_default_precision(
             eqn, self._default_precision
         )
         # What nobody has decided would be in 16 bits in mixed precision.
-        is_undecided = is_default and not _scopes.is_decided(place.scopes)
-        would_be = is_undecided and _jaxpr.is_float32(eqn.invars[0])
-        would_be &= is_matrix_product(eqn)
+        would_be = has_default_precision(eqn) and is_matrix_product(eqn)
+        would_be &= not _scopes.is_decided(place.scopes)
+        would_be &= _jaxpr.is_float32(eqn.invars[0])
         if not (is_narrow_one or at_default or would_be):
             return Made(part=part)
         is_cast = is_narrow_one and _scopes.AUTOCAST not in place.scopes
@@ -253,6 +252,9 @@ class _Search:
         if table.subtracts(eqn) and ins[0].of("moment") and ins[1].of("squared sum"):
             self._note("moments", [ins[0]], "moment")
             self._note("moments", [ins[1]], "squared sum")
+        if table.totals(eqn):
+            raised = frozenset(("sum", n) for n, _ in ins[0].of("raised"))
+            self._note("units", [Made(raised)], "sum")
 
     def _look_at_cast(self, eqn: Equation, x: Made, place: Place) -> None:
         """Notes the numbers of which a cast to 16 bits leaves 0 or Inf.
@@ -341,8 +343,8 @@ def _marks(eqn: Equation, ins: Sequence[Made]) -> Iterator[tuple[str, Any]]:
     if table.is_square(eqn):
         yield "squared", None
         yield from (("squared sum", n) for n in ins[0].of("sum"))
-    if table.is_square(eqn) and ins[0].of("norm"):
-        yield "squares", None
+        yield from (("raised", n) for n in ins[0].of("raised"))
+        yield from [("squares", None)] * bool(ins[0].of("norm"))
     if table.is_product_of_any_kind(eqn) and eqn.invars[0] is eqn.invars[1]:
         yield "squares", None
     if table.totals(eqn):
@@ -394,8 +396,7 @@ def _scaled(eqn: Equation, x: Made, factor: Made) -> Iterator[tuple[str, Any]]:
         return
     is_two = factor.number is not None and abs(factor.number) == 2
     kept = {"sum", "squared", "squares", "total", "balanced", "unit"}
-    kept |= {"added", *_SHIFTED}
-    kept |= {"moment", "squared sum", "high", "raised"}
+    kept |= {"added", *_SHIFTED, "moment", "squared sum", "high", "raised"}
     if not x.given:
         size = abs(factor.number) if factor.number else 1.0
         scales = x.of("times") or {1.0}
