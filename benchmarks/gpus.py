@@ -1,6 +1,6 @@
 """What each generation of NVIDIA GPUs runs under each policy, and its attention.
 
-Small training steps, compiled for nine GPUs (extra ``aot``; nothing runs): the dtypes
+Small training steps, compiled for ten GPUs (extra ``aot``; nothing runs): the dtypes
 in which the code multiplies matrices, and whether its attention is cuDNN's kernel. The
 table is in docs/formats.md.
 """
@@ -19,20 +19,22 @@ from .counting.results import Table
 
 POLICIES = "mixed_bfloat16", "mixed_float16", "mixed_float16_bfloat16", "mixed_fp8"
 HEADS = 128, 256
-# Less than the first of these has no assembler in CUDA 13.
-GENERATIONS = "t4", "a100", "rtx3090", "l4", "rtx4090", "h200", "b200", "rtx5090"
 FULL = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 SIZE, LENGTH = 2048, 64
 
 
-def main(*, gpus: tuple[str, ...] = GENERATIONS) -> None:
-    """Compiles for each GPU.
+def main(*, gpus: tuple[str, ...] = tuple(targets.GPUS)) -> None:
+    """Compiles for each GPU, and says for which it cannot.
 
     Args:
         gpus: Which.
     """
     targets.require("gpus")
-    rows = map(row, gpus)
+    reasons = {gpu: targets.unavailable(gpu) for gpu in gpus}
+    for gpu, reason in reasons.items():
+        if reason:
+            print(f"{gpu} is left out: {reason}")
+    rows = (row(gpu) for gpu, reason in reasons.items() if not reason)
     results.update("gpus", "code", "compiled for and not run", rows, "gpu")
 
 
@@ -91,7 +93,9 @@ def has_kernel(gpu: str, size: int, dtype: Any = jnp.float16) -> bool:
 def tables(found: Mapping[str, Any]) -> Iterator[Table]:
     """Yields the table."""
     for result in found.values():
-        yield Table("", [*lines(result["rows"])], [result])
+        order = [*targets.GPUS]
+        rows = sorted(result["rows"], key=lambda row: order.index(row["gpu"]))
+        yield Table("", [*lines(rows)], [result])
 
 
 def lines(rows: list[dict[str, Any]]) -> Iterator[dict[str, str]]:

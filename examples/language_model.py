@@ -17,6 +17,10 @@ micro-batches. The quick form computes the share of one of 128 data-parallel wor
 updates with this share alone: what is lost to float16 is lost before workers add up.
 Adam divides the smaller sum out again, and the price is a noisier gradient.
 
+The last layer and its loss are written out, for what float16 loses there is the
+subject. In a model of your own, write `jaxmp.linear_cross_entropy`, which has no array
+of logits and divides behind the matmuls.
+
 The text comes with Python: the language reference in `pydoc_data` and the docstrings
 of the standard library. `--level word` takes the 8,000 most frequent words instead,
 in batches of 131,072 words.
