@@ -7,7 +7,7 @@ from typing import NamedTuple
 from .text import BRANCHES, CALLS, Computation, Instruction, trip_count
 
 
-class Run(NamedTuple):
+class Running(NamedTuple):
     """An instruction that runs, which is a kernel or names memory."""
 
     instruction: Instruction
@@ -18,7 +18,7 @@ class Run(NamedTuple):
 
 def runs(
     computations: Mapping[str, Computation], entry: str, unknown: set[str]
-) -> Iterator[Run]:
+) -> Iterator[Running]:
     """Yields what runs, in loops and calls too, and of a conditional all branches.
 
     Args:
@@ -28,10 +28,10 @@ def runs(
             bodies count once.
     """
 
-    def of(name: str, times: int, around: str) -> Iterator[Run]:
+    def of(name: str, times: int, around: str) -> Iterator[Running]:
         computation = computations[name]
         for x in computation.instructions.values():
-            yield Run(x, computation, times, around)
+            yield Running(x, computation, times, around)
             more, called = 1, x.called(*BRANCHES)
             if x.opcode == "while":
                 called = x.called("body")

@@ -21,7 +21,7 @@ PRODUCTS = {
 }
 
 
-class Product(NamedTuple):
+class Kernel(NamedTuple):
     """A matmul, a convolution, or an attention in one kernel."""
 
     name: str
@@ -76,7 +76,7 @@ def target_of(instruction: Instruction) -> str:
 
 def products_of(
     body: Computation, computations: Mapping[str, Computation]
-) -> Iterator[Product]:
+) -> Iterator[Kernel]:
     """Yields the products of a kernel."""
     for instruction in body.instructions.values():
         yield from products_in(instruction, body, computations)
@@ -84,13 +84,13 @@ def products_of(
 
 def products_in(
     instruction: Instruction, body: Computation, computations: Mapping[str, Computation]
-) -> Iterator[Product]:
+) -> Iterator[Kernel]:
     """Yields the products of an instruction, more than one if it is a fusion."""
     target = target_of(instruction)
     for kind, name in PRODUCTS.items():
         if re.match(kind, target):
             lhs, rhs = (body.instructions[x].shape for x in instruction.operands[:2])
             shapes = lhs, rhs, instruction.shape
-            yield Product(name, target, shapes, instruction.attributes, instruction)
+            yield Kernel(name, target, shapes, instruction.attributes, instruction)
     for called in instruction.called("calls"):
         yield from products_of(computations[called], computations)

@@ -35,7 +35,7 @@ class Operation:
 
     eqn: Equation
     step: Step | None  # what autocast has decided about it
-    here: Around
+    here: Holder
     carried: str = ""  # of a loop, which computes nothing itself: a dtype
     ins: dict[Operation, None] = dataclasses.field(default_factory=dict)
     consumers: dict[Operation, None] = dataclasses.field(default_factory=dict)
@@ -120,7 +120,7 @@ class Array(NamedTuple):
     given: bool = True  # or computed by a backward pass, which saves nothing of it
 
 
-class Around(NamedTuple):
+class Holder(NamedTuple):
     """What is known of an equation by its place, and by what holds it."""
 
     place: Place
@@ -128,11 +128,11 @@ class Around(NamedTuple):
     path: tuple[Equation, ...] = ()  # the equations that hold it
     function: str = ""  # the function of JAX that it is in
 
-    def of(self, eqn: Equation, before: Around) -> Around:
+    def of(self, eqn: Equation, before: Holder) -> Holder:
         """Returns where an equation is in these surroundings."""
         return self._replace(place=self.place.of(eqn, before.place))
 
-    def inside(self, eqn: Equation, jaxpr: Any) -> Around:
+    def inside(self, eqn: Equation, jaxpr: Any) -> Holder:
         """Returns the surroundings of what is inside ``eqn``, which is here."""
         before = self.place
         place, function = before.inside(eqn, jaxpr), self.function
@@ -141,7 +141,7 @@ class Around(NamedTuple):
         if place.shared and not before.shared:
             name = _jaxpr.function_of(jaxpr)[0].strip("_")
             function = library_function(eqn) or name
-        return Around(place, self.times, (*self.path, eqn), function)
+        return Holder(place, self.times, (*self.path, eqn), function)
 
 
 class Flow:
@@ -161,7 +161,7 @@ class Flow:
         walk = Forward(self._equation, _either, _given, enter=self._equation)
         self._walk, self._has_backward = walk, _jaxpr.has_backward(jaxpr)
         ins = [*map(_given, _jaxpr.in_avals(jaxpr), _jaxpr.in_vars(jaxpr))]
-        for out in walk.through(jaxpr, ins, (), Around(place)):
+        for out in walk.through(jaxpr, ins, (), Holder(place)):
             for operation in out.by:
                 operation.is_returned = True
         self.operations = [*self._made.values()]
@@ -281,7 +281,7 @@ def _either(arrays: Sequence[Array]) -> Array:
     return Array(_all_of(arrays), arrays[0].value, stored, given)
 
 
-def _results(eqn: Equation, here: Around, by: tuple[Operation, ...]) -> list[Array]:
+def _results(eqn: Equation, here: Holder, by: tuple[Operation, ...]) -> list[Array]:
     """Returns the results of an equation, as values of their own."""
     return [
         Array(by, (here.path, var), getattr(var.aval, "dtype", None), given=False)

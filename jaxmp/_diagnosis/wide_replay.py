@@ -24,7 +24,7 @@ from .._ops.products import is_attention
 from .numbers import LostNumber
 
 
-class Value(NamedTuple):
+class Wide(NamedTuple):
     """An array, float32 where it was written for 16 bits."""
 
     array: Any
@@ -34,7 +34,7 @@ class Value(NamedTuple):
 class WideReplay(Replay):
     """The replay in float32; a class that inherits says what an operation does."""
 
-    value = Value
+    value = Wide
     keeps_remat = False  # what is known of a value is known where it is read again
 
     def __init__(self, program: Any, scalars: Any, axes: tuple[Any, ...] = ()):
@@ -50,17 +50,17 @@ class WideReplay(Replay):
         jaxpr, around = self.program.jaxpr, self.program.around
         return [x.array for x in self.run(jaxpr, [*map(given, arrays)], around)]
 
-    def number(self, eqn: Equation, lost: LostNumber) -> Value | None:
+    def number(self, eqn: Equation, lost: LostNumber) -> Wide | None:
         """Returns a number that 16 bits have lost; None leaves it as it is."""
         raise NotImplementedError
 
-    def constant(self, array: Any) -> Value:
+    def constant(self, array: Any) -> Wide:
         return given(array)
 
-    def literal(self, literal: Any) -> Value:
-        return Value(wide_literal(literal))
+    def literal(self, literal: Any) -> Wide:
+        return Wide(wide_literal(literal))
 
-    def read(self, eqn: Equation, ins: list[Value]) -> list[Value]:
+    def read(self, eqn: Equation, ins: list[Wide]) -> list[Wide]:
         """Returns the inputs of an equation, and numbers as they were."""
         lost = [self.numbers.found.get((id(eqn), i)) for i in range(len(ins))]
         return [
@@ -69,9 +69,9 @@ class WideReplay(Replay):
         ]
 
 
-def given(array: Any) -> Value:
+def given(array: Any) -> Wide:
     """Returns what comes from outside. A 16-bit array stays what it is."""
-    return Value(widened(array))
+    return Wide(widened(array))
 
 
 def jitted(fun: Callable, platform: str) -> Any:

@@ -14,7 +14,7 @@ from .._base.tree import varying_axes
 from .._devices.varying import vary
 from .._ops.products import default_precision
 from .operation import FORWARD
-from .tiles import LABELS, WEIGHTS, Form
+from .tiles import LABELS, WEIGHTS, HeadForm
 
 _OF_ROWS = "where", "weights"
 _NAME, _REDUCTIONS = "linear_cross_entropy", ("mean", "sum", "none")
@@ -97,7 +97,7 @@ def linear_cross_entropy(
     rows = dict(zip(_OF_ROWS, (where, weights), strict=True))
     rows = as_arrays(_NAME, **{name: x for name, x in rows.items() if x is not None})
     given = as_arrays(_NAME, bias=bias) if bias is not None else {}
-    form = Form(
+    form = HeadForm(
         is_transposed=bool(transposed),
         has_bias=bool(given),
         label_smoothing=float(label_smoothing),
@@ -132,7 +132,7 @@ def linear_cross_entropy(
     return tuple(found) if return_z_loss else found[0]
 
 
-def _check(form: Form, reduction: Any, arrays: dict[str, Any]) -> None:
+def _check(form: HeadForm, reduction: Any, arrays: dict[str, Any]) -> None:
     """Checks options, dtypes and shapes."""
     smooth, z_loss, cap, tile = form[2:6]
     is_count = isinstance(tile, int) and tile > 0

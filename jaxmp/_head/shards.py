@@ -15,11 +15,11 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .tiles import HIDDEN, KERNEL, LABELS, WEIGHTS, Form, computed
+from .tiles import HIDDEN, KERNEL, LABELS, WEIGHTS, HeadForm, computed
 
 
 def sharded(
-    form: Form, precision: Any, moving: Sequence[int], args: Sequence[Any]
+    form: HeadForm, precision: Any, moving: Sequence[int], args: Sequence[Any]
 ) -> list[Any]:
     """Returns what :func:`computed` does, of operands that may be sharded."""
     if form.axis:  # inside `shard_map`
@@ -60,7 +60,7 @@ def sharded_like(types: Sequence[Any], args: Sequence[Any]) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _partitioned(form: Form, precision: Any, moving: tuple[int, ...]) -> Any:
+def _partitioned(form: HeadForm, precision: Any, moving: tuple[int, ...]) -> Any:
     """Returns a head that JAX shards, and how."""
 
     def arranged(rows, words, d=()):

@@ -15,7 +15,7 @@ HIDDEN, KERNEL, LABELS, WEIGHTS, BIAS = range(5)
 BYTES = 2**29
 
 
-class Form(NamedTuple):
+class HeadForm(NamedTuple):
     """What a loss head is beside its operands; hashable."""
 
     is_transposed: bool = False  # whether the kernel is [V, D]
@@ -43,7 +43,7 @@ def rows_of(vocabulary: int) -> int:
 
 
 def computed(
-    form: Form, precision: Any, moving: Sequence[int], args: Sequence[Any]
+    form: HeadForm, precision: Any, moving: Sequence[int], args: Sequence[Any]
 ) -> list[Any]:
     """Returns the losses of all rows, and gradients.
 

@@ -79,7 +79,7 @@ class Replay:
         """Takes what an iteration gets beside its inputs."""
 
     def results(
-        self, eqn: Equation, arrays: list[Any], bodies: list[Body]
+        self, eqn: Equation, arrays: list[Any], bodies: list[TracedBody]
     ) -> list[Any]:
         """Returns the values of what an equation with bodies has returned."""
         del eqn, bodies
@@ -129,7 +129,7 @@ class Replay:
         if replayed is None:
             jaxpr, ins = self.written_out(eqn, ins)
             return self.run(jaxpr, ins, place.inside(eqn, jaxpr))
-        bodies = [Body(self, x, place.inside(eqn, x)) for x in self.bodies(eqn)]
+        bodies = [TracedBody(self, x, place.inside(eqn, x)) for x in self.bodies(eqn)]
         arrays = [_jaxpr.as_array(x.array) for x in ins]
         outs = replayed(eqn, ins, arrays, *bodies)
         return self.results(eqn, outs, bodies)
@@ -249,7 +249,7 @@ class Replay:
         return outs
 
 
-class Body:
+class TracedBody:
     """A jaxpr in an equation that is traced on its own.
 
     Attributes:
@@ -320,7 +320,7 @@ class Traced:
 
     def __init__(
         self,
-        body: Body,
+        body: TracedBody,
         arrays: Sequence[Any],
         outside: Sequence[Any],
         beside: Any = (),

@@ -31,7 +31,7 @@ from .products import is_convolution, vector_of
 from .table import adds_at
 
 
-class Product(NamedTuple):
+class ProductForm(NamedTuple):
     """A product, without its operands; hashable."""
 
     primitive: Primitive
@@ -58,14 +58,14 @@ class Product(NamedTuple):
         return interpret(jaxpr, args, bind)[0]
 
 
-def product_of(eqn: Equation, *, backward: bool = False) -> Product:
+def product_of(eqn: Equation, *, backward: bool = False) -> ProductForm:
     """Returns what ``eqn`` is without its operands."""
     params = tuple(sorted(eqn.params.items()))
-    return Product(eqn.primitive, params, vector_of(eqn), backward)
+    return ProductForm(eqn.primitive, params, vector_of(eqn), backward)
 
 
 @remembered  # Tracing the branches takes long.
-def _summed_by_platform(product: Product, avals: tuple) -> Any:
+def _summed_by_platform(product: ProductForm, avals: tuple) -> Any:
     vector = product.vector
 
     def summed(*args):
@@ -227,7 +227,7 @@ def accumulated(
 
 
 @_jaxpr.remembered  # A function with a rule takes long to trace.
-def _accumulated(product: Product, avals: tuple, dtype: np.dtype) -> Equation:
+def _accumulated(product: ProductForm, avals: tuple, dtype: np.dtype) -> Equation:
     """Returns an equation that calls such a product, of operands of these types."""
 
     def rule(primals, tangents):

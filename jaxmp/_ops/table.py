@@ -198,7 +198,7 @@ custom_jvp_call custom_vjp_call | call | |
 """
 
 
-class Row(NamedTuple):
+class Entry(NamedTuple):
     """What is known of a primitive."""
 
     kind: str
@@ -206,11 +206,11 @@ class Row(NamedTuple):
     words: str
 
 
-def _rows() -> dict[str, Row]:
-    rows: dict[str, Row] = {}
+def _rows() -> dict[str, Entry]:
+    rows: dict[str, Entry] = {}
     for line in filter(None, _TABLE.splitlines()):
         names, kind, traits, words = map(str.strip, line.split("|"))
-        row = Row(kind, tuple(traits.split(", ")), words)
+        row = Entry(kind, tuple(traits.split(", ")), words)
         rows.update(dict.fromkeys(names.split(), row))
     return rows
 

@@ -41,17 +41,17 @@ def with_narrow_residuals(
 
         def decided(others: IsLeft) -> set[Any]:
             both: IsLeft = lambda x: is_left(x) or others(x)  # noqa: E731
-            return {*Replay(jaxpr, arrays, both, store).in_eight_bits()}
+            return {*NarrowReplay(jaxpr, arrays, both, store).in_eight_bits()}
 
         store: Store = lambda _, x, how, *maker: stored(x, how, kind)  # noqa: E731
         if store_of is not None:
             store = store_of(decided, jaxpr, kind)
-        return Replay(jaxpr, arrays, is_left, store).run()
+        return NarrowReplay(jaxpr, arrays, is_left, store).run()
 
     return narrowed
 
 
-class Replay:
+class NarrowReplay:
     """The replay of one jaxpr that holds a forward and a backward pass."""
 
     def __init__(
@@ -146,7 +146,7 @@ class Replay:
         for eqn in filter(_jaxpr.holds_backward, self.eqns):
             for body in _jaxpr.call_layout(eqn).bodies:
                 avals = _jaxpr.in_avals(body.jaxpr)
-                inner = Replay(body.jaxpr, avals, self.is_left, self.store)
+                inner = NarrowReplay(body.jaxpr, avals, self.is_left, self.store)
                 yield from inner.in_eight_bits()
 
     def run(self) -> list[Any]:
@@ -221,7 +221,7 @@ class Replay:
             return _jaxpr.bind(eqn, ins)
 
         def replayed(jaxpr):
-            return lambda *xs: Replay(jaxpr, xs, self.is_left, self.store).run()
+            return lambda *xs: NarrowReplay(jaxpr, xs, self.is_left, self.store).run()
 
         if _jaxpr.call_kind(eqn) == "shard_map":
             return _jaxpr.bind_shard_map(eqn, ins, replayed(eqn.params["jaxpr"]))

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from conftest import crossed, mapped, rest_is_evidence
 from jaxmp._diagnosis.overflow import watch
-from jaxmp._diagnosis.overflow.watch import Program
+from jaxmp._diagnosis.overflow.watch import Watched
 from jaxmp._jaxprs.places import Place
 
 HALF = jnp.float16
@@ -484,7 +484,7 @@ def test_constants_are_looked_at_when_the_program_runs(monkeypatch):
     # XLA would do that while it compiles, which takes minutes for a whole program.
     monkeypatch.setattr(watch, "_TOGETHER", 0)
     jaxpr = jax.make_jaxpr(lambda x: x + 3 * jnp.ones(8, HALF))(X[0])
-    program = Program(jaxpr, ["x"], Place(), "cpu")
+    program = Watched(jaxpr, ["x"], Place(), "cpu")
     compiled = watch.jitted(program.replay, "cpu").lower(X[0]).compile()
     assert compiled.as_text().count(" reduce(") == 3  # of `x`, the product, the sum
 

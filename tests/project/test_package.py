@@ -151,6 +151,17 @@ def test_tools_inherit_nothing_of_the_engine():
     assert heirs == {"_diagnosis.sensitivity.rounded"}
 
 
+def test_no_two_classes_have_one_name():
+    names = [
+        node.name
+        for path in sources().values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert len(names) > 100
+    assert len(names) == len(set(names)), sorted(x for x in names if names.count(x) > 1)
+
+
 def test_no_private_name_is_imported():
     for source, path in sources().items():
         for module, name in imported(source, path):

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from ..._base.dtypes import is_narrow, is_wide
 from ..._base.gpus import BFLOAT16, FLOAT8, Gpu, gpu_of
-from ..._compiled.places import Lines, Run, runs, scopes_of
-from ..._compiled.products import Product, products_in, target_of
+from ..._compiled.places import Lines, Running, runs, scopes_of
+from ..._compiled.products import Kernel, products_in, target_of
 from ..._compiled.text import (
     WAITS,
     Computation,
@@ -176,7 +176,7 @@ class _Code:
             (run, product) for run in self.runs for product in self._products(run)
         ]
 
-    def _products(self, run: Run) -> Iterator[Product]:
+    def _products(self, run: Running) -> Iterator[Kernel]:
         x = run.instruction
         if x.opcode in _NO_KERNELS:
             return
@@ -192,7 +192,7 @@ class _Code:
         file, line = next(users, ("", 0))
         return module, f"{file}:{line}" if file else ""
 
-    def origin(self, instruction: Instruction, run: Run) -> tuple[str, str]:
+    def origin(self, instruction: Instruction, run: Running) -> tuple[str, str]:
         """Returns the module and the line of an instruction in a kernel.
 
         What XLA has made of others has none, and gets that of what it reads.
@@ -275,7 +275,7 @@ class _Code:
         for (module, where), size in found.items():
             yield UnfusedAttention(why, size, module, where, device)
 
-    def _is_softmax_of_scores(self, name: str, run: Run) -> bool:
+    def _is_softmax_of_scores(self, name: str, run: Running) -> bool:
         """Whether a value is made by maximum and exponential of a batched matmul's."""
         body = run.computation.instructions
         size = _size(body[name].shape)
@@ -405,7 +405,7 @@ def _is_widened(cast: Instruction, computation: Computation) -> bool:
     return False
 
 
-def _wider(product: Product) -> str:
+def _wider(product: Kernel) -> str:
     return dtype_name(max(product.dtypes, key=bits))
 
 
@@ -416,7 +416,7 @@ def _is_wide(dtype: str) -> bool:
         return False
 
 
-def _is_batched(product: Product) -> bool:
+def _is_batched(product: Kernel) -> bool:
     pattern = r'lhs_batch_dim(ension)?s"?[:=][\[{]"?\d'
     return product.name == "matmul" and bool(re.search(pattern, product.attributes))
 

@@ -88,7 +88,7 @@ class Cause:
 Causes = frozenset[Cause]
 
 
-class Origin(NamedTuple):
+class Widths(NamedTuple):
     """What the walk knows of a value.
 
     There are no causes if it has at most 16 bits: whatever made it wide is undone.
@@ -105,7 +105,7 @@ class Origin(NamedTuple):
 
 
 # A floating input of an equation, and the facts of it.
-Operand = tuple[Any, Origin]
+Operand = tuple[Any, Widths]
 
 
 class Leaks:
@@ -138,10 +138,10 @@ class Leaks:
 
     # The facts of a value that no equation has computed
 
-    def argument(self, name: str, aval: Any) -> Origin:
+    def argument(self, name: str, aval: Any) -> Widths:
         return self._given(len(self.causes), Turn.ARGUMENT, "argument", name, aval)
 
-    def _known(self, x: Any, at: At) -> Origin:
+    def _known(self, x: Any, at: At) -> Widths:
         """Returns the facts of a number in the code, or of an array."""
         aval: Any = jax.typeof(x) if not isinstance(x, _jaxpr.Literal) else x.aval
         turn, name = Turn.ARGUMENT, f"constant {aval.dtype}{[*aval.shape]}"
@@ -150,14 +150,14 @@ class Leaks:
                 turn, name = Turn.NUMBER, _number(x)
             return self._given(id(x), turn, "constant", name, aval)
         if not is_wide(aval):
-            return Origin()  # and not from 16 bits: a number has no dtype to keep
+            return Widths()  # and not from 16 bits: a number has no dtype to keep
         # What JAX's own functions compute with is nobody's mistake either.
         is_bare = at.place.shared or getattr(aval, "weak_type", False)
         turn = Turn.BARE_NUMBER if is_bare else Turn.NUMBER
         at_line, name = (at.place.module, at.place.where), _number(x.val)
         cause = self._cause(at_line, turn, "constant", name, aval)
         cause.written_at = at.place
-        return Origin(frozenset({cause}))
+        return Widths(frozenset({cause}))
 
     def _made(
         self, place: Place, turn: Turn, kind: str, name: str, aval: Any, meets: int = 64
@@ -167,11 +167,11 @@ class Leaks:
         cause.meet(place, meets)
         return cause
 
-    def _given(self, at: Any, turn: Turn, kind: str, name: str, aval: Any) -> Origin:
+    def _given(self, at: Any, turn: Turn, kind: str, name: str, aval: Any) -> Widths:
         """Returns the facts of a value that is a cause if it is wide."""
         if not is_wide(aval):
-            return Origin(from_16bit=is_narrow(aval))
-        return Origin(frozenset({self._cause(at, turn, kind, name, aval)}))
+            return Widths(from_16bit=is_narrow(aval))
+        return Widths(frozenset({self._cause(at, turn, kind, name, aval)}))
 
     def _cause(self, at: Any, turn: Turn, kind: str, name: str, aval: Any) -> Cause:
         """Returns the cause of this name, new or known. ``at`` tells it from others."""
@@ -181,13 +181,13 @@ class Leaks:
 
     # What equations do
 
-    def _enter(self, eqn: Equation, ins: list[Origin], at: At) -> list[Origin]:
+    def _enter(self, eqn: Equation, ins: list[Widths], at: At) -> list[Widths]:
         """Goes into the jaxprs of an equation."""
         if iteration_count(eqn) is None:
             self._note("a while loop, counted as one iteration", at.place)
         return self.walk.around(eqn, ins, at)
 
-    def _operation(self, eqn: Equation, ins: list[Origin], at: At) -> list[Origin]:
+    def _operation(self, eqn: Equation, ins: list[Widths], at: At) -> list[Widths]:
         """Follows one equation, whose results undo causes or ask for one."""
         place, bodies = at.place, [*_jaxpr.sub_jaxprs(eqn)]
         if not bodies or may_multiply(eqn):
@@ -201,22 +201,22 @@ class Leaks:
                 value = _either([value, *outs])
         return [self._output(eqn, var.aval, value, place) for var in eqn.outvars]
 
-    def _output(self, eqn: Equation, aval: Any, value: Origin, place: Place) -> Origin:
+    def _output(self, eqn: Equation, aval: Any, value: Widths, place: Place) -> Widths:
         """Returns the facts of a result: no float32 value is without a cause."""
         if not is_wide(aval):
-            return Origin(from_16bit=is_narrow(aval))
+            return Widths(from_16bit=is_narrow(aval))
         if value.causes:
             return value
         name = f"{aval.dtype} of unknown origin at {place.line or eqn.primitive.name}"
         cause = self._made(place, Turn.MADE_ARRAY, "unknown", name, aval)
         return value._replace(causes=frozenset({cause}))
 
-    def _computed(self, eqn: Equation, ins: list[Origin], place: Place) -> Origin:
+    def _computed(self, eqn: Equation, ins: list[Widths], place: Place) -> Widths:
         """Returns the facts of what one equation without jaxprs computes."""
         if may_multiply(eqn):
             self._note(f"`{eqn.primitive.name}`, its products not counted", place)
         if not eqn.outvars:  # printed, and nothing more
-            return Origin()
+            return Widths()
         floats = [
             (atom, x)
             for atom, x in zip(eqn.invars, ins, strict=True)
@@ -228,7 +228,7 @@ class Leaks:
             widened = _widened_at(eqn, floats, causes, place)
         if flops := place.times and flops_of(eqn, back=place.backward) * place.times:
             self._product(eqn, causes, flops, place)
-        return Origin(causes, any(x.from_16bit for _, x in floats), widened)
+        return Widths(causes, any(x.from_16bit for _, x in floats), widened)
 
     def _causes(self, eqn: Equation, floats: list[Operand], place: Place) -> Causes:
         """Returns the causes of what ``eqn`` computes from or to float32.
@@ -391,12 +391,12 @@ def _arrays(floats: list[Operand]) -> list[Operand]:
     return [one for one in floats if not isinstance(one[0], _jaxpr.Literal)]
 
 
-def _either(values: Sequence[Origin]) -> Origin:
+def _either(values: Sequence[Widths]) -> Widths:
     """Returns the facts of a value that is, or is made of, some of these."""
     sets = {x.causes for x in values}
     # A set with the causes of hundreds of arguments is best shared.
     causes = sets.pop() if len(sets) == 1 else frozenset().union(*sets)
-    return Origin(causes, any(x.from_16bit for x in values))
+    return Widths(causes, any(x.from_16bit for x in values))
 
 
 def _union(operands: list[Operand]) -> Causes:

@@ -96,7 +96,7 @@ _STABLE = {
 
 
 def advice(search: Any) -> str:
-    """Returns one or more sentences on what a `Search` has found."""
+    """Returns one or more sentences on what a `FaultSearch` has found."""
     facts = _facts(search)
     return " ".join(_VERDICTS[x].format_map(facts) for x in _verdicts(search))
 

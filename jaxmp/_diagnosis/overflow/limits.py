@@ -28,7 +28,7 @@ from ..._jaxprs.scopes import FLOAT8_SCALED
 from ..._ops.table import is_exact
 from ..numbers import LostNumber, Numbers
 from ..wide_replay import (
-    Value,
+    Wide,
     WideReplay,
     bind_wide,
     compared,
@@ -142,31 +142,31 @@ class Limits:
 
     def _replay(self, settings: Any, *arrays: Any) -> list[Any]:
         self.next = 0
-        outs = _Replay(self, settings).outputs(arrays)
+        outs = _LimitReplay(self, settings).outputs(arrays)
         assert self.next == len(self.sites), "both go through the same operations"
         return outs
 
 
-class _Replay(WideReplay):
+class _LimitReplay(WideReplay):
     """The replay. The scalars are how many operations have limits, and two more.
 
     These are whether nothing is rounded at all, and what numbers may have been that
     are zero in the code.
     """
 
-    def read(self, eqn: Equation, ins: list[Value]) -> list[Value]:
+    def read(self, eqn: Equation, ins: list[Wide]) -> list[Wide]:
         self.program.next += 1
         return super().read(eqn, ins)
 
-    def constant(self, array: Any) -> Value:
+    def constant(self, array: Any) -> Wide:
         """Returns an array that the code has made, whose zeros may have been more."""
         value = given(array)
         if not is_narrow(array):
             return value
         _, _, small = map(in_mesh_here, self.scalars)
-        return Value(jnp.where(value.array == 0, small, value.array))
+        return Wide(jnp.where(value.array == 0, small, value.array))
 
-    def number(self, eqn: Equation, lost: LostNumber) -> Value:
+    def number(self, eqn: Equation, lost: LostNumber) -> Wide:
         """Returns what 16 bits have left of a number if ``eqn`` has their limits."""
         count, _, small = map(in_mesh_here, self.scalars)
         written = lost.written
@@ -174,19 +174,19 @@ class _Replay(WideReplay):
             large = np.copysign(_LARGE, lost.left)
             written = small if lost.left == 0 else large
         on = self.program.is_on(count, lost)
-        return Value(jnp.where(on, np.float32(lost.left), jnp.float32(written)))
+        return Wide(jnp.where(on, np.float32(lost.left), jnp.float32(written)))
 
-    def operation(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
+    def operation(self, eqn: Equation, ins: list[Wide], place: Place) -> list[Wide]:
         outs = bind_wide(eqn, [x.array for x in ins])
         if is_exact(eqn) or FLOAT8_SCALED in place.scopes:
-            return [Value(x) for x in outs]
+            return [Wide(x) for x in outs]
         count, exact, _ = map(in_mesh_here, self.scalars)
         for i, var in enumerate(eqn.outvars):
             rounds = is_narrow(var.aval) and var.aval.dtype.itemsize == 2
             if rounds and not is_ref(outs[i]):
                 on = self.program.is_on(count)
                 outs[i] = _rounded(as_array(outs[i]), on, exact, var.aval.dtype)
-        return [*map(Value, outs)]
+        return [*map(Wide, outs)]
 
 
 @functools.partial(jax.jit, static_argnums=3)  # traced once for all arrays of one type

@@ -29,8 +29,8 @@ from .watch import (
     RUNS,
     TOP,
     Looks,
-    Program,
     Watch,
+    Watched,
     is_looked_at,
     looked_at,
 )
@@ -168,7 +168,7 @@ class Run:
         failed: The origin of what made an ``isfinite`` check fail.
     """
 
-    def __init__(self, program: Program, arrays: Sequence[Any]):
+    def __init__(self, program: Watched, arrays: Sequence[Any]):
         self.program, self.failed = program, NOWHERE
         self.given: dict[int, tuple[int, int]] = {}
         self.sites: list[Site] = []
@@ -178,7 +178,7 @@ class Run:
         given = [*program.closed.consts, *arrays]
         with np.errstate(over="ignore"):  # of numbers in the code, said once already
             looks = jax.device_get(program.compiled(*given))
-        body = _Body(self, looks, Origin(()))
+        body = _Iteration(self, looks, Origin(()))
         ins, names = [], program.names
         for i, x in enumerate(given, len(arrays) - len(given)):
             i %= len(names)  # the constants are at the end of the names
@@ -229,7 +229,7 @@ class Run:
         return self.sites[number]
 
 
-class _Body:
+class _Iteration:
     """A body of which one iteration is gone through.
 
     Inf or NaN begins where all that comes in is finite; where it is NaN and what comes
@@ -324,7 +324,7 @@ class _Body:
             given = [ins[i] for i in body.operands]
             if body.param == "body_jaxpr" or _jaxpr.call_kind(eqn) == "scan":
                 return self._loop(eqn, body, given, place, looks)
-            one = _Body(self.run, looks, self.around)
+            one = _Iteration(self.run, looks, self.around)
             outs = one.through(body.jaxpr, given, place)
             ran += [outs] * (one.runs > 0)  # of several branches one
         if not ran:
@@ -353,7 +353,7 @@ class _Body:
             self.run.next = first
             time = (*self.around.time, first, number)
             around = Origin(time, (*self.around.iterations, index))
-            one = _Body(self.run, seen, around)
+            one = _Iteration(self.run, seen, around)
             slices = [*map(one.part, types[count:], xs)]
             outs = one.through(body.jaxpr, [*consts, *carry, *slices], place)
             if is_batch:  # those that have ended wait for the others

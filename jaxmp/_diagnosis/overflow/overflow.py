@@ -34,7 +34,7 @@ from .advice import advice
 from .limits import Limit, Limits
 from .origins import GIVEN, Run, Site, added
 from .report import CHECKED, Fault, Line, OperationRange, OverflowReport
-from .watch import Program
+from .watch import Watched
 
 P = ParamSpec("P")
 
@@ -98,12 +98,12 @@ def find_overflow(fun: Callable[P, Any]) -> Callable[P, OverflowReport]:
         flat = flatten(fun, args, kwargs)
         check_values("find_overflow", flat, "the arrays of the step that broke")
         jaxpr = jax.make_jaxpr(flat.fun)(*flat.leaves)
-        return Search(flat, jaxpr, Place(user=caller())).report()
+        return FaultSearch(flat, jaxpr, Place(user=caller())).report()
 
     return uncalled("find_overflow", fun, searched)
 
 
-class Search:
+class FaultSearch:
     """A program that is searched, and what is known of its first fault.
 
     Attributes:
@@ -121,7 +121,7 @@ class Search:
         """Runs the program, and asks what was wrong first."""
         self.flat, self.jaxpr, self.around = flat, jaxpr, around
         platform = platform_of(flat.leaves)
-        self.run = Run(Program(jaxpr, flat.names, around, platform), flat.leaves)
+        self.run = Run(Watched(jaxpr, flat.names, around, platform), flat.leaves)
         self.origin = self.run.first
         self.first: Fault | None = None
         self.site: Site | None = None
@@ -147,7 +147,7 @@ class Search:
     def _is_finite_in_float32(self) -> bool | None:
         jaxpr, names = self.twin or self.jaxpr, self.flat.names
         platform = self.run.program.platform
-        program = Program(jaxpr, names, self.around, platform, wide=True)
+        program = Watched(jaxpr, names, self.around, platform, wide=True)
         wide = Run(program, self.flat.leaves)
         if wide.first is None:
             return True

@@ -20,11 +20,11 @@ from ..._devices.varying import in_mesh_here, vary
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place
-from ..._jaxprs.replay import Body, Replay
+from ..._jaxprs.replay import Replay, TracedBody
 from ..._ops.table import is_exact, is_sum, keeps_magnitudes
 from ..exponents import float32_bits, real_parts
 from ..wide_replay import (
-    Value,
+    Wide,
     before_rounding,
     bind_wide,
     jitted,
@@ -58,7 +58,7 @@ class Looks(NamedTuple):
     calls: Any  # for each call in it a list of `Looks` or None, one for each body
 
 
-class Program:
+class Watched:
     """A jaxpr that is replayed, and compiled once.
 
     Attributes:
@@ -95,9 +95,9 @@ class Program:
 class Watch(Replay):
     """The replay of a body, which looks at what its operations give."""
 
-    value = Value
+    value = Wide
 
-    def __init__(self, program: Program, axes: tuple[Any, ...] = ()):
+    def __init__(self, program: Watched, axes: tuple[Any, ...] = ()):
         super().__init__(program.platform, axes=axes)
         self.program = program
         self._waiting: dict[Any, list[Any]] = {}  # arrays of one type, with their rows
@@ -110,20 +110,20 @@ class Watch(Replay):
         del scalars
         return Watch(self.program, axes)
 
-    def constant(self, array: Any) -> Value:
-        return Value(widened(array) if self.program.wide else array)
+    def constant(self, array: Any) -> Wide:
+        return Wide(widened(array) if self.program.wide else array)
 
-    def literal(self, literal: Any) -> Value:
-        return Value(wide_literal(literal) if self.program.wide else literal.val)
+    def literal(self, literal: Any) -> Wide:
+        return Wide(wide_literal(literal) if self.program.wide else literal.val)
 
-    def part(self, array: Any, *values: Value) -> Value:
+    def part(self, array: Any, *values: Wide) -> Wide:
         """Looks at a slice or a mixture, in which no Inf or NaN begins."""
         del values
         if is_looked_at(array):
             self._look(array)
-        return Value(array)
+        return Wide(array)
 
-    def operation(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
+    def operation(self, eqn: Equation, ins: list[Wide], place: Place) -> list[Wide]:
         if any(_jaxpr.sub_jaxprs(eqn)) and not is_sum(eqn):
             self.note(f"the search does not see inside `{eqn.primitive.name}`", place)
         arrays, wide = [x.array for x in ins], self.program.wide
@@ -133,7 +133,7 @@ class Watch(Replay):
         in_float32 = before_rounding(eqn, arrays) if rounds else None
         for i in looked:
             self._look(outs[i], in_float32)
-        return [*map(Value, outs)]
+        return [*map(Wide, outs)]
 
     def _look(self, array: Any, in_float32: Any = None) -> None:
         """Looks at an array, which gives a row.
@@ -167,8 +167,8 @@ class Watch(Replay):
         return Looks(rows[np.argsort([0, *self._rows])], tuple(self._calls))
 
     def results(
-        self, eqn: Equation, arrays: list[Any], bodies: list[Body]
-    ) -> list[Value]:
+        self, eqn: Equation, arrays: list[Any], bodies: list[TracedBody]
+    ) -> list[Wide]:
         """Keeps what was seen in bodies. The test of a while loop is not looked at."""
         found, kind = [x.seen for x in bodies], _jaxpr.call_kind(eqn)
         if kind in ("scan", "while"):

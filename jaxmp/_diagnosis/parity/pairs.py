@@ -16,13 +16,13 @@ import numpy as np
 
 from ..._base.checks import clipped
 from ..._base.tree import is_inexact
-from .program import IN, ITERATION, OUT, RESULT, Program
+from .program import IN, ITERATION, OUT, RESULT, Compared
 
 Path = tuple[str, ...]
 Key = tuple[int, tuple[int, ...]]  # a crossing and an iteration
 
 
-class Place(NamedTuple):
+class Spot(NamedTuple):
     """Where values of a program are; the name of a result is its path."""
 
     path: Path
@@ -40,10 +40,10 @@ class Slot(NamedTuple):
     dtype: Any
 
 
-Slots = dict[Place, list[Slot]]
+Slots = dict[Spot, list[Slot]]
 
 
-def slots_of(program: Program) -> Slots:
+def slots_of(program: Compared) -> Slots:
     """Returns the values of a program by their places, in order."""
     found = collections.defaultdict(list)
     for x in program.crossings.values():
@@ -51,7 +51,7 @@ def slots_of(program: Program) -> Slots:
         for index in np.ndindex(x.loops):
             path = (x.name,) if kind == RESULT else path_at(x.call.path, index)
             slot = Slot(x.number, index, (x.uid, index), x.type.shape, x.type.dtype)
-            found[Place(path, x.call.visit, kind)].append(slot)
+            found[Spot(path, x.call.visit, kind)].append(slot)
     return dict(found)
 
 
@@ -72,7 +72,7 @@ def path_at(path: Path, index: tuple[int, ...]) -> Path:
 _KEY = re.compile(r"(.*?)(?:#(\d+))?(?::(?:(in)(\d*)|(\d+)))?")
 
 
-def key_of(place: Place, number: int) -> str:
+def key_of(place: Spot, number: int) -> str:
     """Returns the name under which a value is stored, one of several at its place."""
     path = "/".join(place.path) + f"#{place.visit}" * (place.visit > 1)
     if place.kind == IN:
@@ -87,9 +87,9 @@ def slots_of_stored(stored: Mapping[str, Any]) -> Slots:
         path, visit, is_in, which_in, which = _KEY.fullmatch(key).groups()  # pyright: ignore
         array, path = np.asarray(stored[key]), split(path)
         is_result = not path or path[0] == "result"
-        place = Place(path, int(visit or 1), IN if is_in else OUT)
+        place = Spot(path, int(visit or 1), IN if is_in else OUT)
         if is_result and not is_in:
-            place = Place(("/".join(path) or "result",), 1, RESULT)
+            place = Spot(("/".join(path) or "result",), 1, RESULT)
         slot = Slot(array, (), key, array.shape, array.dtype)
         found[place][int(which_in or which or 0)] = slot
     return {place: [x[i] for i in sorted(x)] for place, x in found.items()}
@@ -117,7 +117,7 @@ class Pairs:
     """
 
     def __init__(
-        self, reference: Slots, program: Program, names: Mapping[str, str] | None
+        self, reference: Slots, program: Compared, names: Mapping[str, str] | None
     ):
         """Finds the pairs; ``names`` has paths of the reference and what they are."""
         ours, self.program = slots_of(program), program

@@ -36,8 +36,8 @@ from .program import (
     IN,
     NAMED,
     RESULT,
+    Compared,
     Crossing,
-    Program,
     Seen,
 )
 from .report import ModuleParity, OutputParity, ParityReport
@@ -136,7 +136,7 @@ def parity(
     @functools.wraps(functions[0], updated=())
     def compared(*args: Any, **kwargs: Any) -> ParityReport:
         both = zip(functions, places, strict=True)
-        programs = [Program(fun, args, kwargs, device) for fun, device in both]
+        programs = [Compared(fun, args, kwargs, device) for fun, device in both]
         return Comparison(programs, stored, names).report(log_probs, band)
 
     return uncalled("parity", functions[0], compared)
@@ -178,7 +178,7 @@ def named_values(fun: Callable[..., Any]) -> Callable[..., dict[str, np.ndarray]
 
     @functools.wraps(fun, updated=())
     def named(*args: Any, **kwargs: Any) -> dict[str, np.ndarray]:
-        program = Program(fun, args, kwargs)
+        program = Compared(fun, args, kwargs)
         crossings = program.crossings
         seen = program.compiled({i: x.type.dtype for i, x in crossings.items()})(FREE)
         found = {}
@@ -244,7 +244,7 @@ class Comparison:
 
     def __init__(
         self,
-        programs: Sequence[Program],
+        programs: Sequence[Compared],
         stored: Mapping[str, Any] | None,
         names: Mapping[str, str] | None,
     ):
@@ -409,7 +409,7 @@ class Comparison:
             )
 
 
-def _nothing(pairs: Pairs, first: list[Program]) -> str:
+def _nothing(pairs: Pairs, first: list[Compared]) -> str:
     """Returns what to say of programs of which nothing can be compared."""
     programs = (*first, pairs.program)
     results = [

@@ -28,7 +28,7 @@ from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.flatten import check_values, flatten
 from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place, caller
-from ..._jaxprs.replay import Body, Replay
+from ..._jaxprs.replay import Replay, TracedBody
 from ..._jaxprs.sizes import size_of
 from ..._ops.precision import Float32Products, rounded_by_device
 from ..._ops.products import has_default_precision, is_of_float32
@@ -76,7 +76,7 @@ class Seen(NamedTuple):
     is_there: Any  # bool: whether it was computed, or is given
 
 
-class Value(NamedTuple):
+class Found(NamedTuple):
     """An array, and where it was computed."""
 
     array: Any
@@ -95,7 +95,7 @@ FREE, FORCED = np.array([0, 0]), np.array([1, 0])
 DRAWS = [np.array([1, draw]) for draw in (1, 2, 3)]
 
 
-class Program:
+class Compared:
     """A function of some arguments, as a jaxpr.
 
     Attributes:
@@ -148,7 +148,7 @@ class Program:
 
     def _replayed(self, told: Any, given: Any, arrays: Sequence[Any]) -> Any:
         trace = _Trace(self)
-        named = Named(trace, given, told, (), _Around())
+        named = Named(trace, given, told, (), _Outside())
         outs = named.run(self.jaxpr, [*map(named.constant, arrays)], self.around)
         for name, x in zip(self.names, outs, strict=True):
             named.step(RESULT, Call(()), named.crossed(x, ()), name)
@@ -167,7 +167,7 @@ def _products_on(device: Any) -> Float32Products | None:
 class _Trace:
     """What all replays of one trace have in common."""
 
-    def __init__(self, program: Program):
+    def __init__(self, program: Compared):
         self.program, self.before = program, program.bodies
         self.crossings, self.bodies = dict[int, Crossing](), list[range]()
         self.uids, self.bits = itertools.count(), itertools.count()
@@ -178,7 +178,7 @@ class _Trace:
         return Call(path, self.visits[path], 1 << next(self.bits))
 
 
-class _Around(NamedTuple):
+class _Outside(NamedTuple):
     """What is around a body that is traced on its own."""
 
     names: tuple[str, ...] = ()  # of the scopes
@@ -196,26 +196,26 @@ class Named(Replay):
     keeps_remat = False
 
     def __init__(
-        self, trace: _Trace, given: Any, told: Any, axes: Any, around: _Around
+        self, trace: _Trace, given: Any, told: Any, axes: Any, around: _Outside
     ):
         super().__init__(trace.program.platform, told, axes)
         self.trace, self.given, self.around = trace, given, around
         self.found: dict[int, Seen] = {}  # in the bodies inside, too
         self.next = around  # around the next body
         self._open: dict[Any, Call] = {}  # the last call by its path and what is around
-        self._steps: dict[Any, Value] = {}
+        self._steps: dict[Any, Found] = {}
         self._body, self._is_new = len(trace.bodies), True
         trace.bodies.append(range(0))
 
     # What the replay asks for.
 
-    def value(self, array: Any) -> Value:  # pyright: ignore
-        return Value(array, next(self.trace.uids), self.around.chain)
+    def value(self, array: Any) -> Found:  # pyright: ignore
+        return Found(array, next(self.trace.uids), self.around.chain)
 
-    def constant(self, array: Any) -> Value:
-        return Value(array, next(self.trace.uids), given=True)
+    def constant(self, array: Any) -> Found:
+        return Found(array, next(self.trace.uids), given=True)
 
-    def literal(self, literal: Any) -> Value:
+    def literal(self, literal: Any) -> Found:
         return self.constant(literal.val)._replace(moved=True)
 
     def inside(self, scalars: Any, axes: tuple[Any, ...]) -> Named:
@@ -236,8 +236,8 @@ class Named(Replay):
         return self.found
 
     def results(
-        self, eqn: Equation, arrays: list[Any], bodies: list[Body]
-    ) -> list[Value]:
+        self, eqn: Equation, arrays: list[Any], bodies: list[TracedBody]
+    ) -> list[Found]:
         for body in bodies:
             if not body.replay.around.is_quiet:
                 is_loop = _jaxpr.call_kind(eqn) == "scan"
@@ -260,7 +260,7 @@ class Named(Replay):
             outs = [self.crossed(x, chain) for x in outs]
         return [*carried, *outs[carries:]]
 
-    def call(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
+    def call(self, eqn: Equation, ins: list[Found], place: Place) -> list[Found]:
         if self.apart(eqn) is None:
             return super().call(eqn, ins, place)
         kind, around = _jaxpr.call_kind(eqn), self.around
@@ -284,13 +284,13 @@ class Named(Replay):
             chain = (*outside, loop)
             loops = *around.loops, eqn.params["length"]
             order = *around.order, next(self.trace.uids)
-            self.next = _Around(names, chain, carries, results, loops, order)
+            self.next = _Outside(names, chain, carries, results, loops, order)
         ins = [self.crossed(x, chain) for x in ins]
         outs = super().call(eqn, ins, place)
         known = {"chain": outside, "after": _after(ins), "where": place.where}
         return [x._replace(**known) for x in outs]
 
-    def operation(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
+    def operation(self, eqn: Equation, ins: list[Found], place: Place) -> list[Found]:
         chain, name = self._chain(place, ins), given_name(eqn)
         ins = [self.crossed(x, chain) for x in ins]
         if name is not None and not (self._is_unseen(chain) or ins[0].given):
@@ -306,9 +306,9 @@ class Named(Replay):
             arrays = [
                 _moved(x, self.scalars[1]) if is_inexact(x) else x for x in arrays
             ]
-        return [Value(x, next(self.trace.uids), *known) for x in arrays]
+        return [Found(x, next(self.trace.uids), *known) for x in arrays]
 
-    def _operands(self, eqn: Equation, ins: list[Value]) -> list[Any]:
+    def _operands(self, eqn: Equation, ins: list[Found]) -> list[Any]:
         """Returns the operands of an equation, moved where it is one that rounds."""
         if not rounds(eqn):
             return [x.array for x in ins]
@@ -345,7 +345,7 @@ class Named(Replay):
 
     # Modules, and values that go into them or come out.
 
-    def _chain(self, place: Place, ins: Sequence[Value]) -> tuple[Call, ...]:
+    def _chain(self, place: Place, ins: Sequence[Found]) -> tuple[Call, ...]:
         """Returns the calls around an equation that reads some values."""
         if self.around.is_quiet:
             return self.around.chain
@@ -353,13 +353,13 @@ class Named(Replay):
             return (BACKWARD,)
         return self._chain_of(_names(place), ins)
 
-    def _chain_of(self, names: Sequence[str], ins: Sequence[Value]) -> tuple[Call, ...]:
+    def _chain_of(self, names: Sequence[str], ins: Sequence[Found]) -> tuple[Call, ...]:
         chain, start = self.around.chain, len(self.around.names)
         for name in names[start:] if names[:start] == self.around.names else ():
             chain = (*chain, self._call((*_path(chain), name), chain, ins))
         return chain
 
-    def _call(self, path: Any, chain: Any, ins: Sequence[Value]) -> Call:
+    def _call(self, path: Any, chain: Any, ins: Sequence[Found]) -> Call:
         """Returns the call of a module, a new one if it reads what the last gave."""
         key = path, chain
         if key not in self._open or self._open[key].bit & _after(ins):
@@ -369,7 +369,7 @@ class Named(Replay):
     def _is_unseen(self, chain: tuple[Call, ...]) -> bool:
         return self.around.is_quiet or chain[:1] == (BACKWARD,)
 
-    def crossed(self, x: Value, chain: tuple[Call, ...]) -> Value:
+    def crossed(self, x: Found, chain: tuple[Call, ...]) -> Found:
         """Returns a value as it is read by lines in the modules of a chain."""
         if self._is_unseen(chain) or self._is_unseen(x.chain):
             return x
@@ -383,7 +383,7 @@ class Named(Replay):
                 x = self.step(IN, call, x)
         return x
 
-    def step(self, kind: str, call: Call, x: Value, name: str = "") -> Value:
+    def step(self, kind: str, call: Call, x: Found, name: str = "") -> Found:
         """Takes a value over one boundary, at which it may be replaced."""
         key = x.uid, kind, call, name
         if key in self._steps:
@@ -420,7 +420,7 @@ def _is_number(x: Any) -> bool:
     return x.dtype == bool or jnp.issubdtype(x.dtype, np.number)
 
 
-def _after(values: Iterable[Value]) -> int:
+def _after(values: Iterable[Found]) -> int:
     return functools.reduce(operator.or_, (x.after for x in values), 0)
 
 

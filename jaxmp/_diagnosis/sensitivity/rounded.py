@@ -63,7 +63,7 @@ def rounded(x: Any, dtype: np.dtype, form: Form) -> jax.Array:
     return lax.convert_element_type(lax.convert_element_type(x, dtype), x.dtype)
 
 
-class Value(emit.Value):
+class RoundedValue(emit.Value):
     """A value of the program: float32, where the plan has 16 bits."""
 
     def __post_init__(self):
@@ -85,7 +85,7 @@ def _written_out(emitter: Emitter, step: Step, arrays: Sequence[Any]) -> list[An
 class RoundingEmitter(Emitter):
     """Emits plans in float32, with an operation wherever they round."""
 
-    value, rules = Value, dict.fromkeys(customs.RULES, _written_out)
+    value, rules = RoundedValue, dict.fromkeys(customs.RULES, _written_out)
 
     def __init__(
         self, planner: Planner, narrowed: Callable | None, depth: int | None = None

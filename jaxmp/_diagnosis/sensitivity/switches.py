@@ -33,7 +33,7 @@ from ..._ops.products import PRODUCTS, flops, is_of_float32, multiplies_matrices
 from ..._ops.table import is_as_written, is_exact
 from ..._residuals.eight_bits import DTYPES
 from ..numbers import LostNumber, Numbers
-from ..wide_replay import Value, WideReplay, bind_wide, platform_of
+from ..wide_replay import Wide, WideReplay, bind_wide, platform_of
 from .rounded import (
     IN_16_BITS,
     Parts,
@@ -189,13 +189,13 @@ class _Frame(WideReplay):
             self._on[key] = jnp.all(in_mesh_here(self.scalars)[np.flatnonzero(ours)])
         return in_mesh_here(self._on[key])
 
-    def number(self, eqn: Equation, lost: LostNumber) -> Value | None:
+    def number(self, eqn: Equation, lost: LostNumber) -> Wide | None:
         """Returns a number as it was written, which the consumer rounds again."""
         if lost.written is None:
             return None
-        return Value(np.float32(lost.written), waits=True)
+        return Wide(np.float32(lost.written), waits=True)
 
-    def operation(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
+    def operation(self, eqn: Equation, ins: list[Wide], place: Place) -> list[Wide]:
         """Applies an equation, which rounds where the switch of its part is on."""
         arrays, part = [x.array for x in ins], self.program.part_of(place)
         if is_marked(eqn):
@@ -203,7 +203,7 @@ class _Frame(WideReplay):
             x = as_array(arrays[0])
             with jax.sharding.use_abstract_mesh(jax.typeof(x).sharding.mesh):
                 on = self.on(by, eight=form not in IN_16_BITS)
-                return [Value(_rounded_if(x, on, dtype, form))]
+                return [Wide(_rounded_if(x, on, dtype, form))]
         if self.program.rounds_operands(eqn):
             kind: Any = self.program.float32_matmuls
             operands = [as_array(x) for x in arrays[:2]]
@@ -213,18 +213,18 @@ class _Frame(WideReplay):
             ]
         narrow = [is_narrow(var.aval) for var in eqn.invars]
         if not any(narrow) and not any(is_narrow(var.aval) for var in eqn.outvars):
-            return [*map(Value, bind_wide(eqn, arrays))]
+            return [*map(Wide, bind_wide(eqn, arrays))]
         waits = [x.waits and y for x, y in zip(ins, narrow, strict=True)]
         if is_exact(eqn):
-            return [Value(x, any(waits)) for x in bind_wide(eqn, arrays)]
+            return [Wide(x, any(waits)) for x in bind_wide(eqn, arrays)]
         for i, var in enumerate(eqn.invars):
             if waits[i]:
                 arrays[i] = self.own(arrays[i], var, part)
         outs = bind_wide(eqn, arrays)
         if _jaxpr.is_cast(eqn) and not any(narrow) and not part:
-            return [Value(x, waits=True) for x in outs]
+            return [Wide(x, waits=True) for x in outs]
         pairs = zip(outs, eqn.outvars, strict=True)
-        return [Value(self.own(x, var, part)) for x, var in pairs]
+        return [Wide(self.own(x, var, part)) for x, var in pairs]
 
     def own(self, array: Any, var: Any, part: str) -> Any:
         """Returns what a part has in 16 bits by itself, rounded if it is to be."""
