@@ -441,3 +441,23 @@ def test_a_weight_that_a_while_loop_scales_is_rounded_once(scaled, dtype):
     before = jaxmp.autocast(lambda w, x: powers(lambda w: w, scaled(w), x), dtype)
     x, w = normal(0, 9, 9), normal(1, 9, 9)
     assert jnp.array_equal(inside(w, x), before(w, x))
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [((3, 1, 16), "bfloat16"), ((1, 8, 16), "float32")],
+    ids=["rows", "layers"],
+)
+def test_a_layer_adds_a_bias_where_a_term_repeats_over_rows_and_not_over_layers(
+    shape, expected
+):
+    def run(w, x, terms):
+        def layer(h, term):
+            return jnp.tanh(h @ w + term) @ w, None
+
+        return lax.scan(layer, x, jnp.broadcast_to(terms, (3, 8, 16)))[0]
+
+    w, x, terms = jnp.ones((16, 16)), jnp.ones((8, 16)), jnp.ones(shape)
+    eqns = traced(jaxmp.autocast(run), w, x, terms)
+    (added,) = [eqn for eqn in eqns if eqn.primitive.name == "add"]
+    assert added.outvars[0].aval.dtype == expected
