@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import test_rematerialised
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -221,6 +222,17 @@ def softmax_halved(w, x):
     return jnp.log((jax.nn.softmax(x @ w) * 0.5) @ w)
 
 
+def with_a_log(x, p):
+    """The backward pass does not compute the logarithm again, which needs digits."""
+    far = checkpoint_name(lax.stop_gradient(jnp.log(jnp.abs(x) + 2)), "far")
+    return test_rematerialised.layer(x, p) + jnp.tanh(far @ p["a"]) @ p["b"]
+
+
+def all_but_the_log_again(layer):
+    kept = jax.checkpoint_policies.save_only_these_names("far")
+    return jax.checkpoint(layer, policy=kept)
+
+
 KERNEL, SIGNAL = jnp.ones((3, 16, 16)), jnp.ones((2, 8, 16))
 WS = jnp.ones((3, 16, 16))
 KEEP = jnp.ones((8, 16), bool)
@@ -281,6 +293,15 @@ CASES = {
         lambda *args: {},
         rules.LOOPS,
         test_rematerialised.loss(test_rematerialised.layer, test_rematerialised.again),
+        (test_rematerialised.PARAMS, test_rematerialised.X),
+    ),
+    "a sum of layers whose digits the forward pass needs": Case(
+        "digits",
+        streams,
+        "_needs_digits",
+        never,
+        rules.LOOPS,
+        test_rematerialised.loss(with_a_log, all_but_the_log_again),
         (test_rematerialised.PARAMS, test_rematerialised.X),
     ),
     "parts of a product": Case(
