@@ -81,6 +81,17 @@ def test_what_a_page_says_is_gained_was_timed(page):
     assert f"{highest:.0f} ms" in words(page) or f"{highest:.1f} ms" in words(page)
 
 
+def test_what_rounding_as_pytorch_does_gains_was_timed():
+    forms = "float32", "jaxmp autocast, rounded", "by hand"
+    first = timed(FIRST)
+    rows = wide, rounded, _ = [first["gpt-160m", x, "bfloat16"] for x in forms]
+    times = [x["ms"]["median"] for x in rows]
+    ms = [f"{x:.1f} ms" for x in times]
+    memory = f"{rounded['peak MiB'] / wide['peak MiB']:.0%}"
+    gained = f"{ms[0]} | {ms[1]} | {times[0] / times[1]:.2f}x | {memory} | {ms[2]} |"
+    assert f"| GPT, 163M parameters, as PyTorch rounds | {gained}" in README.read_text()
+
+
 def test_what_the_first_page_says_is_gained_was_timed():
     rows = {x["network"]: x for x in gpu.gains([*timed().values()])}
     page = words(INDEX)
