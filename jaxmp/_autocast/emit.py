@@ -94,8 +94,6 @@ class Value:
 class Emitter:
     """Plans functions with one :class:`Planner`, and emits what it says."""
 
-    value, rules = Value, customs.RULES
-
     def __init__(
         self,
         planner: Planner,
@@ -197,7 +195,7 @@ class Emitter:
             if step.repeats and self.record is None:  # as most are
                 arrays = _jaxpr.repeated(eqn, [x.array for x in ins], scopes)
                 if arrays is not None:
-                    return list(map(self.value, arrays, step.outs))
+                    return list(map(Value, arrays, step.outs))
             with _jaxpr.located_at(eqn, scopes), _jaxpr.context_of(eqn):
                 return self._step(step, ins)
 
@@ -206,39 +204,28 @@ class Emitter:
             [self._arrived(plan, i, array) for i, array in enumerate(arrays)],
             apply,
             eqns=[step.eqn for step in plan.steps],
-            const=lambda array: self.value(array, GIVEN),
-            literal=lambda atom: self.value(atom.val, facts.of_literal(atom)),
+            const=lambda array: Value(array, GIVEN),
+            literal=lambda atom: Value(atom.val, facts.of_literal(atom)),
         )
         return [self._returned(plan, i, out) for i, out in enumerate(outs)]
 
-    def narrow(self, value: Value, dtype: np.dtype, *site: Any) -> Any:
-        """Returns a value in 16 bits.
-
-        Args:
-            value: The value.
-            dtype: The 16 bits.
-            *site: The plan or the step that says so, and by which of its fields.
-        """
+    def narrow(self, value: Value, dtype: np.dtype) -> Any:
+        """Returns a value in 16 bits."""
         if value.put is None or value.facts.half:
-            return self.narrow_here(value, dtype, *site)
+            return value.narrow(dtype)
         device, before = value.put
-        return jax.device_put(self.narrow(before, dtype, *site), device)
-
-    def narrow_here(self, value: Value, dtype: np.dtype, *site: Any) -> Any:
-        """Does it where the value is."""
-        del site
-        return value.narrow(dtype)
+        return jax.device_put(self.narrow(before, dtype), device)
 
     def _arrived(self, plan: Plan, i: int, array: Any) -> Value:
         """Returns an input; of the sum of a loop, what others read beside it."""
         known = plan.ins[i]
         if known.sum32 is None:
-            return self.value(array, known)
+            return Value(array, known)
         assert known.dtype is not None
-        sum32 = self.value(array, known.sum32)
+        sum32 = Value(array, known.sum32)
         # Firmly, or else XLA may take the sum itself.
-        seen = firmly_rounded(self.narrow(sum32, known.dtype, plan, "in", i))
-        return self.value(seen, known, sum32)
+        seen = firmly_rounded(self.narrow(sum32, known.dtype))
+        return Value(seen, known, sum32)
 
     def _returned(self, plan: Plan, i: int, out: Value) -> Any:
         """Returns the array of an output."""
@@ -247,13 +234,13 @@ class Emitter:
         if end in ("wide", "free", "ranged"):
             return out.wide() if end == "wide" else out.array
         with jax.named_scope(STACKED) if end == "stacked" else contextlib.nullcontext():
-            return self.narrow(out, plan.dtype, plan, "end", i)
+            return self.narrow(out, plan.dtype)
 
     # One equation.
 
     def _step(self, step: Step, ins: list[Value]) -> list[Value]:
         outs = [
-            self.value(array, known)
+            Value(array, known)
             for array, known in zip(self._applied(step, ins), step.outs, strict=True)
         ]
         if table.puts(step.eqn):
@@ -264,7 +251,7 @@ class Emitter:
             sums = streams.of_sum(step.demand.summed, ins) or ins
             arrays = self._applied(step.sum32, sums)
             for out, array, known in zip(outs, arrays, step.sum32.outs, strict=True):
-                out.sum32 = self.value(array, known)
+                out.sum32 = Value(array, known)
         return outs
 
     def _applied(self, step: Step, ins: list[Value]) -> Sequence[Any]:
@@ -333,12 +320,12 @@ class Emitter:
             if how == "wide"
             else x.array
             if how == "as is"
-            else self.narrow(x, how, step, "passed", i)
-            for i, (x, how) in enumerate(zip(ins, within.passed, strict=True))
+            else self.narrow(x, how)
+            for x, how in zip(ins, within.passed, strict=True)
         ]
         kind = _jaxpr.call_kind(eqn)
-        if kind in self.rules:
-            return self.rules[kind](self, step, arrays)
+        if kind in customs.RULES:
+            return customs.RULES[kind](self, step, arrays)
         if kind == "shard_map":
             emitted = functools.partial(self.as_written, *within.bodies[0])
             return _jaxpr.bind_shard_map(eqn, arrays, emitted)

@@ -28,7 +28,6 @@ class Wide(NamedTuple):
     """An array, float32 where it was written for 16 bits."""
 
     array: Any
-    waits: bool = False  # for its consumers to round it
 
 
 class WideReplay(Replay):
@@ -48,16 +47,16 @@ class WideReplay(Replay):
     def outputs(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns what the program gives for some arrays."""
         jaxpr, around = self.program.jaxpr, self.program.around
-        return [x.array for x in self.run(jaxpr, [*map(given, arrays)], around)]
+        return [x.array for x in self.run(jaxpr, [*map(self.constant, arrays)], around)]
 
-    def number(self, eqn: Equation, lost: LostNumber) -> Wide | None:
+    def number(self, eqn: Equation, lost: LostNumber) -> Any:
         """Returns a number that 16 bits have lost; None leaves it as it is."""
         raise NotImplementedError
 
-    def constant(self, array: Any) -> Wide:
+    def constant(self, array: Any) -> Any:
         return given(array)
 
-    def literal(self, literal: Any) -> Wide:
+    def literal(self, literal: Any) -> Any:
         return Wide(wide_literal(literal))
 
     def read(self, eqn: Equation, ins: list[Wide]) -> list[Wide]:

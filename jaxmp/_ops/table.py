@@ -71,9 +71,8 @@ CLASSES = {
     "call": "none",
 }
 
-# Our own, in a program that is replayed with its roundings. That of the result of a
-# product is part of the product.
-ROUNDINGS = ROUNDED, ROUNDED_PRODUCT = "rounded_value", "rounded_product"
+# Our own, in a program that is replayed with its roundings: what is stored in 8 bits.
+ROUNDED = "rounded_value"
 
 # Each row has one primitive or several that are alike, their class, their traits, and
 # what an explanation calls them, if not by their names. The traits:
@@ -312,7 +311,7 @@ _RETYPED = TABLE.keys() - named("format", "discrete", "opaque", "call")
 
 # Of what is kept for the backward pass: moves that leave each number where it can be
 # found, and choices that hardly change when what they choose from does.
-_CASTS = frozenset({"convert_element_type", "reduce_precision", *ROUNDINGS})
+_CASTS = frozenset({"convert_element_type", "reduce_precision", ROUNDED})
 is_rounding = one_of(_CASTS)
 _MOVED = (
     (named("whole") | {"slice", "split", "concatenate", "pad"})
@@ -327,7 +326,7 @@ _COMPUTED_AGAIN = (
     (named("arithmetic", "steep") - _STEEP - {"rem"})
     | (_MOVED - {"pad"})
     | _CHOSEN
-    | (_CASTS - {ROUNDED_PRODUCT})
+    | _CASTS
 )
 # The same numbers each time, from what is given: elementwise or a move.
 _ELEMENTWISE = (

@@ -18,8 +18,9 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from benchmarks.networks.families import SMALL
 from conftest import mapped, rest_is_evidence
+from jaxmp._diagnosis.sensitivity.rounded import marking
 from jaxmp._diagnosis.sensitivity.search import relative_errors as _errors
-from jaxmp._diagnosis.sensitivity.switches import Program, with_roundings
+from jaxmp._diagnosis.sensitivity.switches import Program
 from jaxmp._diagnosis.wide_replay import compiled
 from jaxmp._jaxprs.flatten import flatten
 from jaxmp._jaxprs.places import Place
@@ -74,7 +75,7 @@ def programs_of(fun, *args, dtype="bfloat16", **options):
 
 
 def program_of(cast, *args):
-    with with_roundings():
+    with marking():
         return Program(jax.make_jaxpr(cast)(*args), Place(), args)
 
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import jaxmp
+from jaxmp._diagnosis.sensitivity.rounded import marking
 from jaxmp._diagnosis.sensitivity.search import relative_errors as _errors
-from jaxmp._diagnosis.sensitivity.switches import Program, with_roundings
+from jaxmp._diagnosis.sensitivity.switches import Program
 from jaxmp._diagnosis.wide_replay import compiled
 from jaxmp._jaxprs.flatten import flatten
 from jaxmp._jaxprs.places import Place
@@ -102,7 +103,7 @@ def test_switches_stand_for_residuals_in_eight_bits(kind):
     flat = flatten(jax.value_and_grad(loss_fn), args(), {})
     options: Any = {"residuals": kind}
     whole = jaxmp.autocast(flat.fun, "mixed_bfloat16", **options)
-    with with_roundings():
+    with marking():
         jaxpr = jax.make_jaxpr(whole)(*flat.leaves)
     program = Program(jaxpr, Place(), flat.leaves)
     run = compiled(program.run, np.zeros(program.count, bool), *flat.leaves)

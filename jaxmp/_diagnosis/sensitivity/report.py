@@ -41,6 +41,8 @@ class ModuleSensitivity:
             own.
         stored: Share of what is stored in eight bits for the backward pass that the
             module computes or reads.
+        is_estimated: Whether the errors without it are estimated, as what is left of
+            the squares. So it is of more than 40 modules, but for the worst ten.
 
     Examples:
         >>> def loss(w, x):
@@ -62,6 +64,7 @@ class ModuleSensitivity:
     share: float
     has_path: bool
     stored: float = 0.0
+    is_estimated: bool = False
 
     @property
     def name(self) -> str:
@@ -97,7 +100,7 @@ class SensitivityReport:
         loss_with_paths: Error of the loss with these paths.
         gradients_with_paths: Error of the gradients with these paths.
         measured: Both errors again, of :func:`jaxmp.autocast` itself with these paths
-            against the function as it stands. None for a function that casts by itself,
+            against float32. None for a function that casts by itself,
             and for one in float32.
         is_cast: Whether the function casts by itself. Then use overrides of its policy
             to keep modules in float32.

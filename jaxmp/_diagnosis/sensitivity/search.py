@@ -18,6 +18,8 @@ from .report import ModuleSensitivity
 from .switches import Program
 
 _TRIED = 4  # modules in each step of the search
+# Of more modules, the worst alone are measured in full.
+_MANY, _WORST = 40, 10
 _FLOPS, _STORED = map(operator.attrgetter, ("share", "stored"))  # what a row costs
 _AIM = 0.9  # of the tolerance, as autocast itself differs a little from the switches
 
@@ -102,20 +104,35 @@ class Search:
             self.tell()
         return self._known[key]
 
+    def errors_of(self, fun: Callable) -> Errors:
+        """Returns those of a function of the same arguments."""
+        outs = compiled(fun, *self.arrays)(*self.arrays)
+        return relative_errors(outs, self.reference)
+
     def rows(self) -> list[ModuleSensitivity]:
         """Measures each module alone, and everything without it; the worst first."""
         self.tell("modules", 2 * len(self.program.parts))
-        rows = [self.row(part) for part in self.program.parts]
-        if self.program.residuals:  # one module alone stores little: it shares the rest
-            return sorted(rows, key=lambda row: row.without)
-        return sorted(rows, key=lambda row: -row.alone)
+        parts, in_eight = self.program.parts, bool(self.program.residuals)
+        if in_eight or len(parts) <= _MANY or math.isinf(self.all.worst):
+            rows = [self.row(part) for part in parts]
+            # One module alone stores little in eight bits: it shares the rest.
+            return sorted(rows, key=lambda x: x.without if in_eight else -x.alone)
+        rows = [self.row(part, estimate=True) for part in parts]
+        rows.sort(key=lambda row: -row.alone)
+        return [*(self.row(row.path) for row in rows[:_WORST]), *rows[_WORST:]]
 
-    def row(self, part: str) -> ModuleSensitivity:
-        """Measures one module: its residuals, or what it rounds to 16 bits."""
+    def row(self, part: str, *, estimate: bool = False) -> ModuleSensitivity:
+        """Measures one module: its residuals, or what it rounds to 16 bits.
+
+        The error of everything but the module may be estimated: errors add as squares.
+        """
         mask, others = self.masks[part], ~self.is_first
         if self.program.residuals:
             mask, others = self.masks_of_eight[part], self.is_first
-        alone, without = self.errors(mask | others), self.errors(~mask)
+        alone = self.errors(mask | others)
+        pairs = zip(self.all, alone, strict=True)
+        left = (math.sqrt(max(x**2 - y**2, 0.0)) for x, y in pairs)
+        without = Errors(*left) if estimate else self.errors(~mask)
         inside, by_part = self.inside[part], self.program.flops
         flops, total = sum(by_part[x] for x in inside), sum(by_part.values())
         stored = self.program.stored
@@ -128,6 +145,7 @@ class Search:
             share=flops / total if total else 0.0,
             has_path=part in self.has_path,
             stored=own / sum(stored.values()) if stored else 0.0,
+            is_estimated=estimate,
         )
 
     def found(
@@ -179,7 +197,10 @@ class Search:
             return (), start
         self.tell("searching", len(rows))
         target = max(aim, 1.1 * worst(rows))
-        left = order = sorted(rows, key=use, reverse=True)
+        # Whoever is enough alone is among the worst.
+        measured = [row for row in rows if not row.is_estimated] or rows
+        left = sorted(measured, key=use, reverse=True)
+        order = [*left, *(row for row in rows if row not in left)]
         while worst(chosen) > target and left:
             enough = [x for x in left if worst([*chosen, x]) <= target]
             chosen.append(min(enough, key=cost) if enough else max(left, key=use))
@@ -191,10 +212,6 @@ class Search:
                 chosen = rest
         paths = {row.path for row in chosen}
         return tuple(x for x in self.program.parts if x in paths), on(chosen)
-
-
-def errors_of(fun: Callable, exact: Callable, arrays: Sequence[Any]) -> Errors:
-    return relative_errors(*(compiled(f, *arrays)(*arrays) for f in (fun, exact)))
 
 
 def relative_errors(outs: Sequence[Any], reference: Sequence[Any]) -> Errors:

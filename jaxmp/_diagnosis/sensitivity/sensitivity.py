@@ -35,8 +35,9 @@ from ..._residuals.eight_bits import FEW, Format, check_format
 from ..numbers import Numbers
 from ..text import uncalled
 from .report import SensitivityReport
-from .search import Search, errors_of, progress_bar
-from .switches import Program, with_roundings
+from .rounded import marking
+from .search import Search, progress_bar
+from .switches import Program
 
 P = ParamSpec("P")
 
@@ -69,17 +70,17 @@ def sensitivity(
     that must not.
 
     One compiled program measures all of these choices, because each rounding to 16 bits
-    can be switched off in it. At the end autocast itself runs with the paths found.
-    Gradients in float16 are those of the loss times the largest power of two up to 2^15
-    with which they are finite.
+    can be switched off in it. Of more than 40 modules, the worst ten are measured in
+    full, and the errors without another one are estimated. At the end autocast itself
+    runs with the paths found. Gradients in float16 are those of the loss times the
+    largest power of two up to 2^15 with which they are finite.
 
     Args:
         fun: Function that returns a scalar, differentiated with respect to the floating
             arrays of its first argument; or one that returns a scalar and gradients of
             its own, as ``jax.value_and_grad(loss)`` does, all compared. If it
             multiplies matrices in 16 bits already (:func:`jaxmp.with_policy`,
-            :func:`jaxmp.autocast`), it is taken as it stands; an autocast inside of a
-            gradient is measured as if it were around it.
+            :func:`jaxmp.autocast`), it is taken as it stands.
         policy: As :func:`jaxmp.autocast` takes it; None is bfloat16.
         tolerance: The largest relative error that is accepted, for the loss and the
             gradients.
@@ -155,7 +156,7 @@ def sensitivity(
         flat = flatten(fun, args, kwargs)
         check_values("sensitivity", flat, "the parameters and a batch")
         around = Place(user=caller())
-        with with_roundings(depth):
+        with marking(depth):
             own = Program(jax.make_jaxpr(flat.fun)(*flat.leaves), around, flat.leaves)
         is_loss = _returns_scalar(own.jaxpr) or has_aux
         if not is_loss and not own.has_backward:
@@ -172,7 +173,7 @@ def sensitivity(
         in_16bit = step if own.multiplies else cast()
 
         def program_of(fun: Callable) -> Program:
-            with with_roundings(depth):
+            with marking(depth):
                 jaxpr = jax.make_jaxpr(fun)(*arrays)
             twin = functools.partial(traced_in_float32, fun, arrays)
             numbers = Numbers(jaxpr, twin, around)
@@ -195,7 +196,7 @@ def sensitivity(
                 kept = cast(float32_paths=paths, bfloat16_paths=milder)
                 if float32_matmuls is not None:
                     kept = program_of(kept).all_on
-                loss, gradients = errors_of(kept, step, search.arrays)
+                loss, gradients = search.errors_of(kept)
                 again = loss, gradients
                 tell()
         report = SensitivityReport(
@@ -275,6 +276,11 @@ def _with_notes(report: SensitivityReport, args: Sequence[Any]) -> SensitivityRe
             for path, (pattern, _) in pairs
             if not any(re.search(pattern, name) for name in names)
         ]
+    if any(row.is_estimated for row in report.modules):
+        found.append(
+            "the worst modules are measured in full: all but another one is estimated, "
+            "as errors add as squares"
+        )
     if report.in_float32 and report.dtype:
         found.append(
             f"the program casts to {report.dtype} by itself: its errors are among "

@@ -1,52 +1,63 @@
 """A program in which a switch for each part says whether it rounds to 16 bits.
 
-Autocast has written it in float32, with an operation wherever it rounds
-(:mod:`~.rounded`), which is done where the switches of all the parts that decide it are
-on. What the program computes in 16 bits by itself is replayed in float32: a value is
-rounded where the switch of the part that computes it is on, and what was cast outside
-of all modules, as weights are, by each part that reads it. So one compiled program
-stands for every choice of modules to keep in float32.
+The program is replayed in float32. A value is rounded where the switches of all parts
+that decide it are on (:mod:`~.rounded`). So one compiled program stands for every
+choice of modules to keep in float32, of autocast or of a model cast by hand.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._autocast.emit import emitting
-from ..._base.dtypes import is_narrow
+from ..._base.dtypes import FLOAT8, is_narrow
 from ..._base.tree import is_ref
 from ..._devices.varying import in_mesh_here
 from ..._jaxprs import jaxpr as _jaxpr
-from ..._jaxprs.jaxpr import Equation, as_array, is_call
+from ..._jaxprs.jaxpr import Equation, as_array, is_call, is_inexact
 from ..._jaxprs.places import Place, equations
+from ..._jaxprs.scopes import AUTOCAST, FLOAT8_SCALED, SATURATED
 from ..._ops.precision import Float32Products, rounded_by_device
-from ..._ops.products import PRODUCTS, flops, is_of_float32, multiplies_matrices
-from ..._ops.table import is_as_written, is_exact
-from ..._residuals.eight_bits import DTYPES
+from ..._ops.products import (
+    flops,
+    is_of_float32,
+    multiplies_matrices,
+    with_precision,
+)
+from ..._ops.table import is_as_written, is_rounding
 from ..numbers import LostNumber, Numbers
-from ..wide_replay import Wide, WideReplay, bind_wide, platform_of
+from ..wide_replay import WideReplay, bind_wide, platform_of, wide_literal, widened
 from .rounded import (
-    IN_16_BITS,
+    Form,
     Parts,
-    RoundingEmitter,
+    Readers,
+    dtypes_rounded_to,
+    hands_on,
+    is_float8,
     is_marked,
+    is_product,
     part_of,
     rounded,
 )
 
+_HIGHEST = (lax.Precision.HIGHEST,) * 2
 
-def with_roundings(depth: int | None = None) -> contextlib.AbstractContextManager:
-    """Has autocast emit what :class:`Program` takes, with ``depth`` names of a path."""
-    return emitting(functools.partial(RoundingEmitter, depth=depth))
+
+class Switched(NamedTuple):
+    """An array, float32 where it was written for 16 bits."""
+
+    array: Any
+    dtype: np.dtype | None = None  # of 16 bits, also where it was widened from them
+    by: int | None = None  # who has rounded it to them, as bits, if that is known
+    is_lost: bool = False  # a number in the code, for its consumers to round
 
 
 class Program:
@@ -96,55 +107,61 @@ class Program:
         self.notes: dict[str, None] = {}  # an ordered set
         self.dtypes: set[str] = set()
         self.multiplies = self.has_autocast = self.has_backward = self.scales = False
+        self.readers = Readers(jaxpr, depth)
         seen: dict[str, None] = {}
         rounds, eight = set[str](), set[str]()
         frame = _Frame(self, ())
         for eqn, place in equations(
             jaxpr, around, lambda eqn: frame.bodies(eqn) if is_call(eqn) else []
         ):
+            part = self.part_of(place)
+            if is_float8(eqn, place.scopes):
+                self.dtypes.add(np.dtype(FLOAT8).name)
+                eight.add(part)
             if is_call(eqn):
                 continue
-            part = self.part_of(place)
             seen.setdefault(part)
+            self.has_autocast |= AUTOCAST in place.scopes
             if found := flops(eqn, back=place.backward) * place.times:
                 self.flops[part] += found
             self.has_backward |= place.backward or place.again
-            by, dtype, form = (part,), self._narrow(eqn, place), "plain"
-            if is_marked(eqn):
-                self.has_autocast = True
-                by, dtype, form = (eqn.params[x] for x in ("by", "dtype", "form"))
-            elif dtype is None and not self.rounds_operands(eqn):
+            if FLOAT8_SCALED in place.scopes:
                 continue
-            rounds.update(by)
-            if form in DTYPES:
-                self.residuals = form
+            if is_marked(eqn):
+                by, self.residuals = eqn.params["by"], eqn.params["form"]
                 self.stored[by] += eqn.outvars[0].aval.size * place.times
-            if form not in IN_16_BITS:
+                self.dtypes.add(eqn.params["dtype"].name)
                 eight.update(by)
-            if dtype is not None:
+                rounds.update(by)
+                continue
+            if self.rounds_operands(eqn):
+                rounds.add(part)
+            for dtype, by in self._narrow(eqn, place):
+                rounds.update(self.readers.parts(by))
                 self.dtypes.add(dtype.name)
                 self.scales |= place.backward and dtype == np.float16
-        self.multiplies |= self.has_autocast
-        ordered = dict.fromkeys((*seen, *sorted(rounds)))
-        self.parts = tuple(x for x in ordered if x in rounds)
+        self.multiplies |= self.has_autocast and bool(rounds)
+        ordered = dict.fromkeys((*seen, *sorted(rounds | eight)))
+        self.parts = tuple(x for x in ordered if x in rounds | eight)
         self.eight_bit_parts = tuple(x for x in self.parts if x in eight)
 
     @property
     def count(self) -> int:
         return len(self.parts) + len(self.eight_bit_parts)
 
-    def _narrow(self, eqn: Equation, place: Place) -> np.dtype | None:
-        """Returns the 16-bit dtype that the program itself computes in, if it does."""
-        atoms, name = (eqn.invars, eqn.outvars), eqn.primitive.name
-        ins, outs = ([x.aval for x in xs if is_narrow(x.aval)] for xs in atoms)
-        if not ins and not outs:
-            return None
-        if name in PRODUCTS and all(is_narrow(x.aval) for x in eqn.invars[:2]):
+    def _narrow(self, eqn: Equation, place: Place) -> Iterator[tuple[np.dtype, int]]:
+        """Yields the 16 bits to which an equation rounds, and who decides it."""
+        narrow = [x.aval.dtype for x in eqn.invars if is_narrow(x.aval)]
+        reads, made = self.readers.of(eqn, place.module, self.part_of(place))
+        if not hands_on(eqn):
+            yield from ((dtype, reads) for dtype in narrow)
+        if not (hands_on(eqn) and narrow):
+            yield from ((dtype, made) for dtype in dtypes_rounded_to(eqn) if dtype)
+        if is_product(eqn) and all(is_narrow(x.aval) for x in eqn.invars[:2]):
             self.multiplies = True
-        if ins and is_as_written(eqn) and not _jaxpr.is_cast(eqn):
+        if narrow and is_as_written(eqn) and not hands_on(eqn):
             line = place.line or "somewhere"
-            self.notes[f"{line}: `{name}` stays in 16 bits throughout"] = None
-        return (outs or ins)[0].dtype
+            self.notes[f"{line}: `{eqn.primitive}` stays in 16 bits throughout"] = None
 
     def run(self, switches: Any, *arrays: Any) -> list[Any]:
         """Replays the jaxpr under the ambient trace.
@@ -176,9 +193,20 @@ class Program:
 class _Frame(WideReplay):
     """The replay of jaxprs, with the switches as they are here: the scalars."""
 
+    value = Switched
+
     def __init__(self, program: Program, switches: Any, axes: tuple[Any, ...] = ()):
         super().__init__(program, switches, axes)
         self._on: dict[tuple[frozenset[str], bool], Any] = {}
+
+    def rounded(
+        self, x: Any, by: int | Iterable[str], dtype: np.dtype, form: Form = "plain"
+    ) -> jax.Array:
+        """Returns an array, rounded if all who decide it are on."""
+        x = as_array(x)
+        parts = self.program.readers.parts(by) if isinstance(by, int) else by
+        with jax.sharding.use_abstract_mesh(jax.typeof(x).sharding.mesh):
+            return _rounded_if(x, self.on(parts, eight=form != "plain"), dtype, form)
 
     def on(self, parts: Iterable[str], *, eight: bool = False) -> Any:
         """Returns whether all of these parts round, and in ``eight`` bits."""
@@ -189,48 +217,118 @@ class _Frame(WideReplay):
             self._on[key] = jnp.all(in_mesh_here(self.scalars)[np.flatnonzero(ours)])
         return in_mesh_here(self._on[key])
 
-    def number(self, eqn: Equation, lost: LostNumber) -> Wide | None:
+    def number(self, eqn: Equation, lost: LostNumber) -> Switched | None:
         """Returns a number as it was written, which the consumer rounds again."""
         if lost.written is None:
             return None
-        return Wide(np.float32(lost.written), waits=True)
+        return Switched(np.float32(lost.written), is_lost=True)
 
-    def operation(self, eqn: Equation, ins: list[Wide], place: Place) -> list[Wide]:
-        """Applies an equation, which rounds where the switch of its part is on."""
-        arrays, part = [x.array for x in ins], self.program.part_of(place)
+    def constant(self, array: Any) -> Switched:
+        return Switched(widened(array), by=0)
+
+    def literal(self, literal: Any) -> Switched:
+        return Switched(wide_literal(literal), by=0)
+
+    def call(self, eqn: Equation, ins: list[Switched], place: Place) -> list[Switched]:
+        if not is_float8(eqn, place.scopes):
+            return super().call(eqn, ins, place)
+        (body,) = _jaxpr.sub_jaxprs(eqn)
+        inside = equations(body, place)
+        product = next(inner for inner, _ in inside if is_product(inner))
+        reads, made = self._by(eqn, place)
+        operands = [
+            self.rounded(self._read(x, var, reads), reads, FLOAT8, "scaled")
+            for x, var in zip(ins, eqn.invars, strict=True)
+        ]
+        wide = {"preferred_element_type": np.dtype(np.float32)}
+        outs = _jaxpr.bind(with_precision(product, _HIGHEST), operands, **wide)
+        return self._made(eqn, outs, made)
+
+    def operation(
+        self, eqn: Equation, ins: list[Switched], place: Place
+    ) -> list[Switched]:
+        """Applies an equation, which rounds where the parts that decide it are on."""
         if is_marked(eqn):
             by, dtype, form = (eqn.params[x] for x in ("by", "dtype", "form"))
-            x = as_array(arrays[0])
-            with jax.sharding.use_abstract_mesh(jax.typeof(x).sharding.mesh):
-                on = self.on(by, eight=form not in IN_16_BITS)
-                return [Wide(_rounded_if(x, on, dtype, form))]
+            # What is read of it has as many bits as what was stored.
+            known = ins[0].by
+            made = self._by(eqn, place)[1] if known is None else known
+            x = self.rounded(ins[0].array, by, dtype, form)
+            return self._made(eqn, [x], made)
+        reads, made = self._by(eqn, place)
+        if hands_on(eqn):
+            return self._handed_on(eqn, ins, place, made)
+        arrays = [x.array for x in ins]
+        pairs = list(zip(ins, eqn.invars, strict=True))
+        if is_product(eqn):
+            arrays = [self._read(x, var, reads) for x, var in pairs]
+        elif any(is_narrow(var.aval) for var in eqn.invars):
+            # It is in 16 bits as what it is given is.
+            arrays = [
+                self._read(x, var, reads) if x.is_lost else x.array for x, var in pairs
+            ]
+            made |= functools.reduce(
+                operator.or_, (x.by or 0 for x, var in pairs if is_narrow(var.aval))
+            )
         if self.program.rounds_operands(eqn):
             kind: Any = self.program.float32_matmuls
-            operands = [as_array(x) for x in arrays[:2]]
+            on = self.on([self.program.part_of(place)])
             arrays[:2] = [
-                jnp.where(self.on([part]), rounded_by_device(x, kind), x)
-                for x in operands
+                jnp.where(on, rounded_by_device(x, kind), x)
+                for x in map(as_array, arrays[:2])
             ]
-        narrow = [is_narrow(var.aval) for var in eqn.invars]
-        if not any(narrow) and not any(is_narrow(var.aval) for var in eqn.outvars):
-            return [*map(Wide, bind_wide(eqn, arrays))]
-        waits = [x.waits and y for x, y in zip(ins, narrow, strict=True)]
-        if is_exact(eqn):
-            return [Wide(x, any(waits)) for x in bind_wide(eqn, arrays)]
-        for i, var in enumerate(eqn.invars):
-            if waits[i]:
-                arrays[i] = self.own(arrays[i], var, part)
-        outs = bind_wide(eqn, arrays)
-        if _jaxpr.is_cast(eqn) and not any(narrow) and not part:
-            return [Wide(x, waits=True) for x in outs]
-        pairs = zip(outs, eqn.outvars, strict=True)
-        return [Wide(self.own(x, var, part)) for x, var in pairs]
+        if is_product(eqn) and is_narrow(eqn.invars[0].aval):
+            eqn = with_precision(eqn, _HIGHEST)
+        return self._made(eqn, bind_wide(eqn, arrays), made)
 
-    def own(self, array: Any, var: Any, part: str) -> Any:
-        """Returns what a part has in 16 bits by itself, rounded if it is to be."""
-        if not is_narrow(var.aval) or is_ref(array):
-            return array
-        return _rounded_if(as_array(array), self.on([part]), var.aval.dtype, "plain")
+    def _by(self, eqn: Equation, place: Place) -> tuple[int, int]:
+        program = self.program
+        return program.readers.of(eqn, place.module, program.part_of(place))
+
+    def _handed_on(
+        self, eqn: Equation, ins: list[Switched], place: Place, made: int
+    ) -> list[Switched]:
+        """Returns numbers as others read them: in other places, or of another dtype."""
+        arrays = [x.array for x in ins]
+        if is_rounding(eqn):
+            (var,), (dtype,) = eqn.invars, dtypes_rounded_to(eqn)
+            digits = jnp.finfo(var.aval.dtype).nmant
+            is_coarse = eqn.params.get("mantissa_bits", digits) < digits
+            if is_narrow(var.aval) and dtype in (None, var.aval.dtype):
+                x = bind_wide(eqn, arrays)[0] if is_coarse else arrays[0]
+                return [ins[0]._replace(array=x, dtype=var.aval.dtype)]
+            if dtype is None:
+                return [*map(Switched, bind_wide(eqn, arrays))]
+            x = lax.convert_element_type(as_array(arrays[0]), jnp.float32)
+            return self._made(eqn, [x], made)
+        outs = bind_wide(eqn, arrays)
+        is_limit = SATURATED in place.scopes and eqn.invars[0].aval.dtype != bool
+        if is_limit and len(ins) == 3:
+            on = self.on(self.program.readers.parts(made))
+            outs = [lax.select(on, as_array(outs[0]), as_array(arrays[1]))]
+        pairs = zip(ins, eqn.invars, strict=True)
+        read = [x for x, var in pairs if is_inexact(var)]
+        dtypes, bys = {x.dtype for x in read if x.by != 0}, {x.by for x in read}
+        dtype = dtypes.pop() if len(dtypes) == 1 else None
+        by = None if None in bys else functools.reduce(operator.or_, bys, 0)
+        return [Switched(x, dtype, by) for x in outs]
+
+    def _read(self, x: Switched, var: Any, reads: int) -> Any:
+        """Returns what is read in 16 bits, rounded where that is not done yet."""
+        dtype = var.aval.dtype if is_narrow(var.aval) else x.dtype
+        is_done = x.by is not None and not x.by & ~reads
+        if dtype is None or is_done or is_ref(x.array):
+            return x.array
+        return self.rounded(x.array, reads, dtype)
+
+    def _made(self, eqn: Equation, outs: Sequence[Any], made: int) -> list[Switched]:
+        """Returns results, rounded where they have 16 bits."""
+        values = []
+        for x, dtype in zip(outs, dtypes_rounded_to(eqn), strict=True):
+            if dtype is not None and not is_ref(x):
+                x = self.rounded(x, made, dtype)
+            values.append(Switched(x, dtype, made if dtype is not None else None))
+        return values
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))  # once for all arrays of one type
