@@ -47,7 +47,7 @@ class WideReplay(Replay):
     def outputs(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns what the program gives for some arrays."""
         jaxpr, around = self.program.jaxpr, self.program.around
-        return [x.array for x in self.run(jaxpr, [*map(self.constant, arrays)], around)]
+        return [x.array for x in self.run(jaxpr, [*map(given, arrays)], around)]
 
     def number(self, eqn: Equation, lost: LostNumber) -> Any:
         """Returns a number that 16 bits have lost; None leaves it as it is."""

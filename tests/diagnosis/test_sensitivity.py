@@ -577,6 +577,35 @@ def test_the_conclusion_stands_first_and_ten_rows_at_least_behind_it():
     assert named.endswith(f"  and {left - 1} more in `report.modules`")
 
 
+def test_of_many_modules_the_worst_are_measured_and_the_others_estimated():
+    def loss(w, x):
+        for i in range(42):
+            with jax.named_scope(f"layer_{i}"):
+                x = x + jnp.sin(x @ w) / 8
+        return jnp.mean(x**2)
+
+    w = jax.random.normal(jax.random.key(0), (8, 8))
+    report = measure(loss, w, X, policy="bfloat16", tolerance=1.0)
+    assert [row.is_estimated for row in report.modules].count(False) == 10
+    assert not any(row.is_estimated for row in report.modules[:10])
+    most = max(report.loss, report.gradients)
+    assert all(row.without <= most for row in report.modules[10:])
+    (note,) = report.notes
+    assert "estimated" in note
+
+
+def test_a_cast_by_hand_has_the_digits_that_it_names():
+    def fun(x):
+        half = x.astype(jnp.bfloat16)
+        few = jax.lax.reduce_precision(half, 8, 2).astype(jnp.float32)
+        other = half.astype(jnp.float16) * jnp.float16(1.1)
+        return few.sum(), other, jax.lax.reduce_precision(x, 8, 7) * x
+
+    program = Program(jax.make_jaxpr(fun)(X), Place(), [X])
+    outs = program.all_on(X)
+    assert max(map(float, _errors(outs, compiled(fun, X)(X)))) < 1e-6
+
+
 def test_a_bar_is_shown_where_it_is_asked_for(monkeypatch):
     pytest.importorskip("rich", reason="rich is in the extra `examples`")
     import rich.console

@@ -46,9 +46,9 @@ HOUSES = {
     "core": ("_base _training _gradients", 4_000),
     "optimizers": ("_optimizers", 1_150),
     "devices": ("_devices", 860),
-    "engine": ("_jaxprs _ops _attention _head _autocast", 10_456),
+    "engine": ("_jaxprs _ops _attention _head _autocast", 10_442),
     "residuals": ("_residuals", 790),
-    "tools": ("_compiled _diagnosis", 9_645),
+    "tools": ("_compiled _diagnosis", 9_640),
 }
 CORE = {"_base", "_training", "_gradients"}
 LATER = "_base.later"
