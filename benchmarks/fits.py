@@ -24,7 +24,7 @@ from .networks.basic import NETWORKS, Network, sequence_model
 from .networks.families import BERT, Llama
 from .networks.fused import ATTENTION
 
-SIZES = 16, 24, 80  # GB
+SIZES = 12, 16, 24, 80  # GB
 FLOAT32, FUSED = "float32", "and cuDNN's attention"
 # Each form with the step, and whether the attention is cuDNN's.
 FORMS = {
@@ -34,36 +34,40 @@ FORMS = {
     "and no logits": (HEAD, True),
     "and checkpoint": (HEAD_AGAIN, True),
 }
+# Where a form of BERT-large is accumulated, too.
+MICRO_BATCHES, ROWS, LENGTHS = 32, 8, (128, 320, 384, 512)
+ACCUMULATED = f"BERT-large, {LENGTHS[0]} tokens"
+
+
+def bert(length: int, batch_size: int, **sizes: Any) -> tuple[str, Network]:
+    """Returns a BERT, and where its attention by cuDNN is."""
+    model = BERT(**sizes, vocabulary=30592, length=length, attention_dropout=0.0)
+    return "bert, no attention dropout", sequence_model(model, batch_size)
+
+
+LLAMA = Llama(layers=16, width=1024, heads=16, vocabulary=32000, length=1024)
 LARGE = {
     "GPT, 163M parameters": ("gpt-160m", NETWORKS["gpt-160m"]),
-    "Llama, 268M parameters": (
-        "llama",
-        sequence_model(
-            Llama(layers=16, width=1024, heads=16, vocabulary=32000, length=1024), 8
-        ),
-    ),
-    "BERT-base": (
-        "bert, no attention dropout",
-        sequence_model(
-            BERT(
-                layers=12,
-                width=768,
-                heads=12,
-                vocabulary=30592,
-                length=512,
-                attention_dropout=0.0,
-            ),
-            16,
-        ),
-    ),
+    "Llama, 268M parameters": ("llama", sequence_model(LLAMA, 8)),
     "ResNet-50": ("", NETWORKS["resnet-50"]),
+    "BERT-base": bert(512, 16, layers=12, width=768, heads=12),
+}
+LARGE |= {
+    f"BERT-large, {length} tokens": bert(
+        length, ROWS, layers=24, width=1024, heads=16, scanned=True
+    )
+    for length in LENGTHS
 }
 
 FITS = """\
 ## The largest batch that fits
 
-Examples in a batch whose step, with float32 parameters and Adam, fits 16, 24 and 80 GB
-of memory. Each row adds something to the one above it.
+Examples in a batch whose step, with float32 parameters and Adam, fits 12, 16, 24 and 80
+GB of memory. Each column adds something to the one before it. The layers of
+BERT-large are one scan.
+"""
+MICRO = f"""\
+### BERT-large, {MICRO_BATCHES} micro-batches of {ROWS} sequences of {LENGTHS[0]} tokens
 """
 
 
@@ -81,6 +85,9 @@ def main(
     targets.require("fits")
     new = (row for name in networks for row in counted(forms, name, *LARGE[name]))
     results.update("fits", "bfloat16", targets.hardware(), new, "network", "form")
+    if ACCUMULATED in networks:
+        new = accumulated(forms)
+        results.update("fits", MICRO.strip("# \n"), targets.hardware(), new, "form")
 
 
 def counted(
@@ -110,12 +117,23 @@ def counted(
         }
 
 
-def needed(step: str, network: Network) -> tuple[int, int]:
+def accumulated(forms: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Yields what forms of BERT-large need in micro-batches, in bytes."""
+    fused, network = LARGE[ACCUMULATED]
+    for form in forms:
+        step, has_kernel = FORMS[form]
+        one = network._replace(batch_size=MICRO_BATCHES * ROWS)
+        if has_kernel:
+            one = one._replace(model=one.model.clone(**ATTENTION[fused]))
+        yield {"form": form, "bytes": needed(step, one, MICRO_BATCHES)[1]}
+
+
+def needed(step: str, network: Network, accum_steps: int = 1) -> tuple[int, int]:
     """Returns the bytes of a state, and those that its step needs.
 
     The latter are by the account of its program.
     """
-    made = contestant(step, network, dtype=jnp.bfloat16)
+    made = contestant(step, network, dtype=jnp.bfloat16, accum_steps=accum_steps)
     args = jax.eval_shape(made.init), network.shapes()
     state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(args[0]))
     return state, measure.peak(targets.compiled(made.step, *args, donated=1))
@@ -127,13 +145,23 @@ def largest(row: Mapping[str, Any], size: float) -> int:
 
 
 def tables(found: Mapping[str, Any]) -> Iterator[Table]:
-    """Yields the table of all networks."""
+    """Yields the table of all networks, and that of micro-batches."""
     yield Table(FITS, ())
-    for result in found.values():
-        rows = [
-            {"": f"{network}, {form}" if form == FLOAT32 else form}
-            | {f"{size} GB": largest(row, size) for size in SIZES}
-            for network, forms in by_form(result["rows"]).items()
-            for form, row in forms.items()
-        ]
-        yield Table("", rows, [result])
+    if result := found.get("bfloat16"):
+        networks = by_form(result["rows"])
+        yield Table(
+            "", [_line(x, networks[x]) for x in LARGE if x in networks], [result]
+        )
+    if result := found.get(MICRO.strip("# \n")):
+        sizes = {x["form"]: f"{x['bytes'] / 1e9:.1f} GB" for x in result["rows"]}
+        yield Table(MICRO, [sizes], [result])
+
+
+def _line(network: str, forms: Mapping[str, Any]) -> dict[str, str]:
+    """Returns how many examples fit each memory, in each form."""
+    fit = {
+        form: "/".join(str(largest(forms[form], size)) for size in SIZES)
+        for form in FORMS
+        if form in forms
+    }
+    return {"": network} | {form: fit.get(form, "") for form in FORMS}

@@ -4,6 +4,7 @@ Each has a ``dtype`` as Flax's own layers have: None follows the parameters and 
 input. Layers are written out and not scanned, so that every layer has its own leaves.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ class Model(nn.Module, kw_only=True):
 
     dtype: Any = None
     again: bool = False  # whether layers are computed again for the gradients
+    scanned: bool = False  # whether equal layers are one scan, which compiles sooner
 
     def layer(self, fun: Callable[..., Any], x: Any, *rest: Any) -> Any:
         """Returns ``fun(self, x, *rest)``."""
@@ -29,6 +31,22 @@ class Model(nn.Module, kw_only=True):
     def stacked(self, fun: Callable[..., Any], x: Any) -> Any:
         """Returns ``x`` after as many of such layers as the model has."""
         sizes: Any = self
+        if self.scanned:
+
+            class Layer(type(self)):
+                @nn.compact
+                def __call__(self, x, _):
+                    return self.layer(fun, x), None
+
+            scan = nn.scan(
+                Layer,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=sizes.layers,
+            )
+            own = (x.name for x in dataclasses.fields(self))
+            own = {x: getattr(self, x) for x in own if x not in ("parent", "name")}
+            return scan(**own)(x, None)[0]
         for _ in range(sizes.layers):
             x = self.layer(fun, x)
         return x

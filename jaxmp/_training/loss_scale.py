@@ -98,7 +98,7 @@ def dynamic_loss_scale(
         check_updates: Whether to skip a step also if ``inner`` makes an Inf or NaN of
             finite gradients. That takes one more read of the updates. An optimizer that
             computes gradients inside, such as ``optax.contrib.sam`` with its
-            ``grad_fn``, is always checked so.
+            ``grad_fn``, is always checked this way.
         axis_name: Mesh axes over which gradients differ, inside ``shard_map`` or
             ``pmap``: those of sharded parameters, such as experts. All devices then
             skip a step together. Gradients that :func:`jaxmp.value_and_grad` has
