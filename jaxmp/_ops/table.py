@@ -152,7 +152,7 @@ householder_product ormqr | solver | | a solver
 fft | solver | |
 
 convert_element_type | format | hands on | a cast
-rounded_value rounded_product | format | hands on | a cast
+rounded_value | format | hands on | a cast
 complex real imag | format | hands on |
 reduce_precision nextafter bitcast_convert_type to_edtype from_edtype conj | format | |
 iota empty empty2 zeros_like rng_uniform random_gamma | format | |
