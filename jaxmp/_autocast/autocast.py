@@ -27,12 +27,14 @@ from .._base.objects import refuse_lost_updates
 from .._base.policy import PolicyLike, dtype_of_gradients, get_policy
 from .._jaxprs import scopes as _scopes
 from .._jaxprs.flatten import traced_by_us
+from .._jaxprs.jaxpr import Run
 from .._jaxprs.state import haiku_state_kept, linen_state_kept
 from .._ops.lists import DEFAULT_OPS, OpLists
 from .._ops.precision import PRECISIONS, Precision
 from .._residuals.eight_bits import Format, check_format
-from .._residuals.replay import with_narrow_residuals
-from .emit import MADE_BY, Emitter
+from .._residuals.replay import STORE_OF, with_narrow_residuals
+from .derivative import differentiable
+from .emit import RECORD, Emitter
 from .plan import Planner
 
 P = ParamSpec("P")
@@ -143,11 +145,6 @@ def autocast(
         bfloat16_paths=bfloat16_paths,
     )
 
-    narrowed: Callable | None = None
-    if residuals is not None:
-        options = {"kind": residuals, "paths": bfloat16_paths}
-        narrowed = functools.partial(with_narrow_residuals, **options)
-    emitter = Emitter(make_planner(), narrowed)
     scope = f"{_scopes.AUTOCAST}/{_scopes.FLOAT8}" if float8 else _scopes.AUTOCAST
     calls = itertools.count()
     own = ""  # what has a rule for gradients, and none for tangents
@@ -157,6 +154,13 @@ def autocast(
         own = "Functions whose backward pass has a dtype of its own"
     elif residuals is not None:
         own = "Functions that store residuals in eight bits"
+    make_emitter = functools.partial(Emitter, brings_gradient=bool(own))
+    emitter = make_emitter(make_planner())
+
+    def changed(run: Run) -> Run:
+        if residuals is not None:
+            run = with_narrow_residuals(run, residuals, bfloat16_paths)
+        return differentiable(run) if own else run
 
     @functools.wraps(fun, updated=())
     def autocast_fun(*args, **kwargs):
@@ -164,9 +168,9 @@ def autocast(
             return fun(*args, **kwargs)
         note_casting()
         warn_if_emulated(dtype, backward_dtype, float8=float8)
-        make = MADE_BY.value  # what makes another emitter, None if nothing
-        used = make(make_planner(), narrowed) if make else emitter
-        cast = used.wrap(traced_by_us(checked))
+        record = RECORD.value
+        used = make_emitter(make_planner(), record()) if record else emitter
+        cast = used.wrap(traced_by_us(checked), changed=changed)
         with (
             jax.named_scope(scope),
             _explained(fun, own),
@@ -175,7 +179,8 @@ def autocast(
             result = cast(*args, **kwargs)
         warn_if_unscaled(backward_dtype, result)
         is_first = next(calls) == 0
-        if is_first and not make and used.forgets_scale and not in_gradient():
+        runs = not (record or STORE_OF.value)  # and is not looked at
+        if is_first and runs and used.forgets_scale and not in_gradient():
             warn_unscaled()
         if is_first and used.planner.float8_is_unused:
             warn(

@@ -16,31 +16,30 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from .._jaxprs import jaxpr as _jaxpr
-from .._jaxprs.jaxpr import Equation, is_inexact
+from .._jaxprs.jaxpr import Equation, Run, is_inexact
 from .._ops.precision import own_precisions
 from .graph import reached
 from .plan import replaced
 
-# Runs a jaxpr on arrays, in mixed precision.
-Run = Callable[[Any, Sequence[Any]], list[Any]]
 
-
-def differentiable(run: Run, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
-    """Runs a program in mixed precision, which may be differentiated from outside.
+def differentiable(run: Run) -> Run:
+    """Returns ``run``, whose results may be differentiated from outside.
 
     Args:
         run: Runs a program in mixed precision.
-        jaxpr: The program.
-        arrays: Its inputs.
     """
-    # What it closes over may be differentiated as well.
-    arrays = [*_jaxpr.closed_consts(jaxpr), *arrays]
-    jaxpr = _jaxpr.without_constants(jaxpr)
 
-    def compute(_, arrays):
-        return (run(jaxpr, arrays),)
+    def differentiated(jaxpr, arrays):
+        # What it closes over may be differentiated as well.
+        arrays = [*_jaxpr.closed_consts(jaxpr), *arrays]
+        jaxpr = _jaxpr.without_constants(jaxpr)
 
-    return _differentiable(run, jaxpr, compute)((), *arrays)[0]
+        def compute(_, arrays):
+            return (run(jaxpr, arrays),)
+
+        return _differentiable(run, jaxpr, compute)((), *arrays)[0]
+
+    return differentiated
 
 
 def _differentiable(

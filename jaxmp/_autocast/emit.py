@@ -18,7 +18,7 @@ from jax import lax
 
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.flatten import traced
-from .._jaxprs.jaxpr import FLOAT32, Equation, is_float32, is_inexact
+from .._jaxprs.jaxpr import FLOAT32, Equation, Run, is_float32, is_inexact
 from .._jaxprs.scopes import (
     FLOAT32_PATHS,
     SATURATED,
@@ -41,7 +41,6 @@ from .._ops.precision import at_precision, own_precisions, with_default_precisio
 from .._ops.products import takes_unrounded, with_precision
 from . import classes, customs, facts, needs, rules, storage, streams
 from .analysis import BY_PATHS
-from .derivative import differentiable
 from .facts import GIVEN, Facts
 from .forgotten import has_unscaled_gradients
 from .plan import Plan, Planner, Step
@@ -97,52 +96,48 @@ class Emitter:
     def __init__(
         self,
         planner: Planner,
-        narrowed: Callable[[Callable], Callable] | None = None,
         record: list[Step] | None = None,
+        *,
+        brings_gradient: bool = False,
     ):
         """Starts with nothing emitted.
 
         Args:
             planner: What decides.
-            narrowed: Changes how a program stores what its backward pass reads, None
-                if nothing does.
             record: Is given each step, in the order of the program. What comes of it
                 is emitted in a scope with its place in the list.
+            brings_gradient: Whether JAX differentiates nothing that is emitted, see
+                :mod:`~jaxmp._autocast.derivative`.
         """
-        self.planner, self.narrowed, self.record = planner, narrowed, record
-        # Whether one plan is made of a function and its gradient, and none of a rule.
-        two = planner.backward_dtype != planner.dtype
+        self.planner, self.record = planner, record
+        self.brings_gradient = brings_gradient
         self.forgets_scale = False  # whether a gradient in what it emitted has none
-        self.brings_gradient = two or planner.has_float8 or narrowed is not None
         self._bodies: Any = weakref.WeakKeyDictionary()  # by plan, and by context
 
-    def wrap(self, fun: Callable, scopes: Scopes | None = None) -> Callable:
+    def wrap(
+        self,
+        fun: Callable,
+        scopes: Scopes | None = None,
+        changed: Callable[[Run], Run] = lambda run: run,
+    ) -> Callable:
         """Returns ``fun``, a function of pytrees, in mixed precision.
 
         Args:
             fun: Function that JAX can trace.
             scopes: Named scopes around it, None for a function of the user.
+            changed: Transforms what runs its program.
         """
-        planner = self.planner
-
-        def run(jaxpr, arrays):
-            run = functools.partial(self.run, jaxpr)
-            if self.narrowed is not None and _jaxpr.has_backward(jaxpr):
-                run = self.narrowed(run)
-            return run(arrays)
+        planner, run = self.planner, functools.partial(self.run, scopes=scopes)
 
         def wrapped(*args, **kwargs):
             # With a rule that reads the weights, which are stored in 16 bits, and not
             # the scores, which are not.
             with jax.softmax_custom_jvp(True), own_precisions():
                 jaxpr, arrays, rebuilt = traced(fun, args, kwargs)
-            if scopes is not None:
-                return rebuilt(self.run(jaxpr, arrays, scopes))
-            check_paths("float32_paths", planner.analysis.paths, jaxpr)
-            check_paths("bfloat16_paths", planner.bfloat16_paths, jaxpr)
-            if self.brings_gradient:
-                return rebuilt(differentiable(run, jaxpr, arrays))
-            return rebuilt(self.run(jaxpr, arrays))
+            if scopes is None:
+                check_paths("float32_paths", planner.analysis.paths, jaxpr)
+                check_paths("bfloat16_paths", planner.bfloat16_paths, jaxpr)
+            return rebuilt(changed(run)(jaxpr, arrays))
 
         return wrapped
 
@@ -336,19 +331,9 @@ class Emitter:
         return _jaxpr.bind_bodies(eqn, arrays, bodies)
 
 
-# JAX keeps what it has traced by its contexts, so that a program whose steps are
-# recorded, or that is emitted in another way, shares nothing with one that runs.
-MADE_BY = jax.make_user_context(None)
-
-
-@contextlib.contextmanager
-def emitting(make: Callable[..., Emitter]) -> Iterator[None]:
-    """Has autocast functions that are called in here emit what another emitter does.
-
-    ``make`` takes a planner, and how a program stores what its backward pass reads.
-    """
-    with MADE_BY(make):
-        yield
+# Returns where to record steps, None if nowhere. JAX keeps what it has traced by its
+# contexts, so a program whose steps are recorded shares nothing with one that runs.
+RECORD = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
@@ -358,7 +343,7 @@ def recording() -> Iterator[list[Step]]:
     What comes of a step is then in a named scope with its place in the list.
     """
     steps: list[Step] = []
-    with emitting(lambda planner, narrowed: Emitter(planner, narrowed, steps)):
+    with RECORD(lambda: steps):  # a list has no hash
         yield steps
 
 

@@ -41,6 +41,7 @@ from jax.interpreters.partial_eval import DynamicJaxprTracer
 from .._base.gpus import Gpu, weakest
 
 Equation = Any  # a JaxprEqn, whose annotations know no shapes
+Run = Callable[[Any, Sequence[Any]], list[Any]]  # runs a jaxpr on arrays, in some way
 
 FLOAT32 = np.dtype(np.float32)  # compares faster than `jnp.float32`
 

@@ -4,10 +4,11 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 from jax import lax
 
 from .._jaxprs import jaxpr as _jaxpr
-from .._jaxprs.jaxpr import Equation
+from .._jaxprs.jaxpr import Equation, Run
 from .._jaxprs.replay import where_written
 from .._ops.products import holds_product, is_matrix_product
 from .eight_bits import Stored, stored
@@ -17,35 +18,33 @@ from .scans import Stack, Store, read_by_scan
 # Returns what stores a value. It is given what tells which values are stored in eight
 # bits if some scopes more are left out; a program, and which eight bits.
 StoreOf = Callable[[Callable[[IsLeft], set[Any]], Any, str], Store]
+# That of who looks at a program, None where it runs. JAX traces anew for each.
+STORE_OF = jax.make_user_context(None)
 
 
-def with_narrow_residuals(
-    run: Callable[[Sequence[Any]], list[Any]],
-    kind: str,
-    paths: Sequence[str],
-    store_of: StoreOf | None = None,
-) -> Callable[[Sequence[Any]], list[Any]]:
-    """Returns a function that stores in eight bits what its backward pass reads.
+def with_narrow_residuals(run: Run, kind: str, paths: Sequence[str]) -> Run:
+    """Returns ``run``, with what a backward pass reads stored in eight bits.
 
     Args:
-        run: Function of a list of arrays that computes gradients.
+        run: Runs a program.
         kind: Which eight bits.
         paths: Named scopes to leave out.
-        store_of: Returns what stores a value; None stores it in eight bits.
     """
     is_left = leaves_out(paths)
 
-    def narrowed(arrays):
-        jaxpr = _jaxpr.trace(lambda *xs: run(xs), arrays)
-        jaxpr = _jaxpr.trace(lambda *xs: _inlined(jaxpr, xs), arrays)
+    def narrowed(jaxpr, arrays):
+        if not _jaxpr.has_backward(jaxpr):
+            return run(jaxpr, arrays)
+        written = _jaxpr.trace(lambda *xs: run(jaxpr, xs), arrays)
+        jaxpr = _jaxpr.trace(lambda *xs: _inlined(written, xs), arrays)
 
         def decided(others: IsLeft) -> set[Any]:
             both: IsLeft = lambda x: is_left(x) or others(x)  # noqa: E731
             return {*NarrowReplay(jaxpr, arrays, both, store).in_eight_bits()}
 
         store: Store = lambda _, x, how, *maker: stored(x, how, kind)  # noqa: E731
-        if store_of is not None:
-            store = store_of(decided, jaxpr, kind)
+        if STORE_OF.value is not None:
+            store = STORE_OF.value(decided, jaxpr, kind)
         return NarrowReplay(jaxpr, arrays, is_left, store).run()
 
     return narrowed

@@ -46,9 +46,9 @@ HOUSES = {
     "core": ("_base _training _gradients", 4_000),
     "optimizers": ("_optimizers", 1_150),
     "devices": ("_devices", 860),
-    "engine": ("_jaxprs _ops _attention _head _autocast", 10_442),
+    "engine": ("_jaxprs _ops _attention _head _autocast", 10_432),
     "residuals": ("_residuals", 790),
-    "tools": ("_compiled _diagnosis", 9_640),
+    "tools": ("_compiled _diagnosis", 9_635),
 }
 CORE = {"_base", "_training", "_gradients"}
 LATER = "_base.later"
@@ -145,6 +145,17 @@ def test_tools_inherit_nothing_of_the_engine():
         if source.split(".")[0] == "_diagnosis":
             of_engine = {m for m, _ in imported(source, path) if m[:9] == "_autocast"}
             assert of_engine <= RECORD, source
+
+
+def test_the_public_function_alone_knows_of_residuals_in_eight_bits():
+    engine = HOUSES["engine"][0].split()
+    readers = {
+        source
+        for source, path in sources().items()
+        if source.split(".")[0] in engine
+        and any(x.startswith("_residuals") for x, _ in imported(source, path))
+    }
+    assert readers == {"_autocast.autocast"}
 
 
 def test_no_two_classes_have_one_name():

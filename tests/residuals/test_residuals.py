@@ -10,11 +10,13 @@ import numpy as np
 import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import jaxpr_as_fun
 
 import jaxmp
 from benchmarks.counting import targets
 from benchmarks.counting.measure import traced
 from conftest import at_once
+from jaxmp._residuals.replay import with_narrow_residuals
 
 KINDS = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 ROWS, WIDTH = 64, 128
@@ -116,6 +118,23 @@ def test_gradients_are_near_and_the_loss_is_the_same(name):
         assert found == usual
         ratio = distance(grads, exact) / distance(rounded, exact)
         assert 1 < ratio < bar, kind
+
+
+def test_any_gradient_function_can_store_eight_bits():
+    def run(jaxpr, arrays):
+        return jaxpr_as_fun(jaxpr)(*arrays)
+
+    args = layers(), batch()
+    leaves, tree = jax.tree.flatten(args)
+    grad = jax.value_and_grad(residual_mlp)
+    jaxpr = jax.make_jaxpr(lambda *xs: jax.tree.leaves(grad(*tree.unflatten(xs))))
+    narrowed = with_narrow_residuals(run, "int8", ())
+    loss, *grads = narrowed(jaxpr(*leaves), leaves)
+    exact, exact_grads = grad(*args)
+    np.testing.assert_allclose(loss, exact, rtol=1e-6)
+    assert 0 < distance(grads, jax.tree.leaves(exact_grads)) < 0.02
+    sizes = kept(lambda *xs: narrowed(jaxpr(*leaves), xs), *leaves)
+    assert sizes["int8"] >= 2 * ROWS * WIDTH > sizes["float32"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._autocast.emit import Emitter, emitting
 from ..._base.dtypes import is_narrow
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, is_inexact
@@ -35,6 +34,7 @@ from ..._ops.fp8 import scaled
 from ..._ops.products import PRODUCTS
 from ..._ops.table import ROUNDED, is_rounding, one_of, picks
 from ..._residuals.eight_bits import DTYPES, How, Stored, narrowed, widened
+from ..._residuals.replay import STORE_OF
 
 # Returns what it is given. Its parameters say which parts store it in which eight bits.
 stored_p = _jaxpr.mark(ROUNDED)
@@ -153,9 +153,4 @@ def marking(depth: int | None = None) -> contextlib.AbstractContextManager:
 
         return store
 
-    def make(planner: Any, narrowed: Callable | None) -> Emitter:
-        if narrowed is not None:
-            narrowed = functools.partial(narrowed, store_of=store_of)
-        return Emitter(planner, narrowed)
-
-    return emitting(make)
+    return STORE_OF(store_of)
