@@ -1,7 +1,7 @@
 """Memory and traffic of a model larger than a device, compiled for many H200s.
 
-The training step of a Llama-like model of 6.7 billion parameters, with a scan over
-rematerialised layers and AdamW, in the forms that docs/sharding.md describes. It is
+Training steps of Llama-like models of 6.7 and 1.6 billion parameters, with a scan
+over rematerialised layers and AdamW, in the forms that docs/sharding.md describes, are
 compiled for H200s (extra ``aot``) and not run: the peak memory is that of the compiler,
 and the collectives are read off the program that would run, those inside of a loop as
 often as it runs. Each counts what a ring sends per device and step, as in
@@ -13,6 +13,7 @@ References:
 """
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -25,8 +26,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
-from .counting import results, targets
-from .counting.collectives import sent_bytes
+from .counting import results, targets, worth
+from .counting.collectives import launches, sent_bytes
 from .counting.results import Table
 
 BF16 = jaxmp.get_policy("mixed_bfloat16")
@@ -48,13 +49,23 @@ class Llama(NamedTuple):
     width: int = 4096
     layers: int = 32
     heads: int = 32
+    key_heads: int | None = None  # as many
     hidden: int = 11008
     vocabulary: int = 32000
     tokens: int = 2048  # of a sequence
 
 
+MODELS = {
+    "6.74 billion": Llama(),
+    "1.56 billion": Llama(
+        width=2048, layers=22, key_heads=4, hidden=6144, vocabulary=128_256
+    ),
+}
+
+
 def main(
     *,
+    models: tuple[str, ...] = tuple(MODELS),
     forms: tuple[str, ...] = tuple(FORMS),
     devices: tuple[int, ...] = (8, 64, 256),
     accum_steps: tuple[int, ...] = (1, 4),
@@ -62,14 +73,20 @@ def main(
     """Counts peak memory and bytes sent.
 
     Args:
-        forms: How the model is sharded.
+        models: By their parameters.
+        forms: How a model is sharded.
         devices: How many there are.
         accum_steps: Micro-batches of a step, each of one sequence per device.
     """
+    worth.check("model", models, MODELS)
     targets.require("sharded")
-    for number in devices:
-        title = f"{number} devices, 6.74 billion parameters, by form"
-        new = (measured(form, number, steps) for steps in accum_steps for form in forms)
+    for model, number in itertools.product(models, devices):
+        title = f"{number} devices, {model} parameters, by form"
+        new = (
+            measured(MODELS[model], form, number, steps)
+            for steps in accum_steps
+            for form in forms
+        )
         by = "form", "micro-batches"
         results.update("sharded", title, targets.hardware(), new, *by)
 
@@ -80,10 +97,11 @@ def tables(found: Mapping[str, Any]) -> Iterator[Table]:
         yield Table(f"## {title}\n", result["rows"], [result])
 
 
-def measured(form: str, devices: int, accum_steps: int) -> dict[str, Any]:
+def measured(sizes: Llama, form: str, devices: int, accum_steps: int) -> dict[str, Any]:
     """Returns the peak and the bytes of a form."""
-    compiled = compile_step(Llama(), form, devices, accum_steps)
-    sent = sent_bytes(compiled.as_text())
+    compiled = compile_step(sizes, form, devices, accum_steps)
+    text = compiled.as_text()
+    sent = sent_bytes(text)
     most = [f"{k} {v / 1e9:.1f}" for k, v in sent.items() if v > 5e7]
     memory = compiled.memory_analysis()
     return {
@@ -92,6 +110,7 @@ def measured(form: str, devices: int, accum_steps: int) -> dict[str, Any]:
         "peak GiB": round(memory.peak_memory_in_bytes / 2**30, 1),
         "GB sent": round(sum(sent.values()) / 1e9, 1),
         "of which": ", ".join(most),
+        "collectives": ", ".join(f"{k} {n}" for k, n in launches(text).items()),
     }
 
 
@@ -149,7 +168,7 @@ def shapes(sizes: Llama) -> dict[str, Any]:
 
     layers = {
         "attention_norm": array(n, d),
-        "qkv": array(n, d, 3 * d),
+        "qkv": array(n, d, d + 2 * d * key_heads(sizes) // sizes.heads),
         "out": array(n, d, d),
         "norm": array(n, d),
         "gate": array(n, d, hidden),
@@ -159,6 +178,11 @@ def shapes(sizes: Llama) -> dict[str, Any]:
     embedding = array(sizes.vocabulary, d)
     head = array(d, sizes.vocabulary)
     return {"embedding": embedding, "layers": layers, "norm": array(d), "head": head}
+
+
+def key_heads(sizes: Llama) -> int:
+    """Returns how many heads the keys have."""
+    return sizes.key_heads or sizes.heads
 
 
 def sharding(x: Any, mesh: Mesh) -> NamedSharding:
@@ -220,8 +244,9 @@ def normed(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 def attention(sizes: Llama, x: jax.Array, layer: Any) -> jax.Array:
     """Attends to the tokens before, with rotated queries and keys."""
-    heads = (*x.shape[:-1], 3, sizes.heads, sizes.width // sizes.heads)
-    q, k, v = jnp.moveaxis((x @ layer["qkv"]).reshape(heads), -3, 0)
+    heads = (*x.shape[:-1], -1, sizes.width // sizes.heads)
+    bounds = sizes.heads, sizes.heads + key_heads(sizes)
+    q, k, v = jnp.split((x @ layer["qkv"]).reshape(heads), bounds, -2)
     mixed = jax.nn.dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
     return mixed.reshape(x.shape) @ layer["out"]
 

@@ -33,6 +33,7 @@ RINGS = {
 class Collective(NamedTuple):
     """An array that devices exchange."""
 
+    name: str  # of the operation, which may exchange others at once
     kind: str
     dtype: str  # as XLA spells it
     size: int  # numbers in the result of one device
@@ -76,6 +77,15 @@ def sent_bytes(program: str) -> dict[str, float]:
     return dict(sorted(sent.items()))
 
 
+def launches(program: str) -> dict[str, int]:
+    """Returns how often each kind of collective runs, for however many arrays."""
+    times = {(c.kind, c.name): c.times for c in collectives(program)}
+    found = collections.Counter[str]()
+    for (kind, _), n in times.items():
+        found[kind] += n
+    return dict(sorted(found.items()))
+
+
 def collectives(program: str) -> list[Collective]:
     """Returns what the devices exchange when they run a program.
 
@@ -106,8 +116,8 @@ def collectives(program: str) -> list[Collective]:
                 sliced = _readers(line, lines) == {"dynamic-slice"}
                 devices = _group_size(line) or everyone
                 for dtype, size in arrays(line.shape):
-                    c = Collective(line.opcode, dtype, size, times, devices, sliced)
-                    found.append(c)
+                    what = line.opcode, dtype, size, times, devices, sliced
+                    found.append(Collective(line.name, *what))
 
     run(entry, 1)
     return found

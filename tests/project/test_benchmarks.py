@@ -170,6 +170,7 @@ all-gather-start(%p, %q), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
         ("all-gather", 16, 4),
     ]
     assert collectives.sent_bytes(program) == {"all-gather bf16": 2 * 64 * 3 / 4}
+    assert collectives.launches(program) == {"all-gather": 1}
 
 
 def test_the_large_model_has_six_point_seven_billion_parameters():

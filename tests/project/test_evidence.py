@@ -5,10 +5,11 @@ import math
 import re
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
-from benchmarks import every_gpu, evidence, fits, gpu, picture, price
+from benchmarks import every_gpu, evidence, fits, gpu, picture, price, sharded
 from benchmarks.counting import steps
 from benchmarks.counting.results import by_form
 from benchmarks.networks.families import FAMILIES, Rematerialised
@@ -392,6 +393,22 @@ def test_what_sharded_forms_hold_and_send_was_counted():
     columns = (8, 1), (8, 4), (64, 1), (256, 1)
     forms = dict.fromkeys(form for form, *_ in rows)
     assert said == [[rows[form, *x] for x in columns] for form in forms]
+
+
+def test_what_gathering_by_layer_sends_was_counted_beside_fsdp2():
+    page, size = words(ROOT / "docs/sharding.md"), "1.56 billion"
+    rows = results("sharded")[f"8 devices, {size} parameters, by form"]["rows"]
+    (row,) = (x for x in rows if x["form"] == "ZeRO-3")
+    counts = dict(x.rsplit(" ", 1) for x in row["collectives"].split(", "))
+    gathers, sums = counts["all-gather"], counts["reduce-scatter"]
+    assert f"peaks at {row['peak GiB']} GiB with `gather=False`, and sends" in page
+    collectives = f"{gathers} gathers and {sums} reduce-scatters."
+    assert f"sends {row['GB sent']} GB in {collectives}" in page
+    parameters = jax.tree.leaves(sharded.shapes(sharded.MODELS[size]))
+    n = sum(x.size for x in parameters)
+    assert f"{n / 1e9:.2f} billion" == size
+    # Of n parameters it gathers 16 bits twice, and scatters sums of 32 bits.
+    assert f"sends {(2 * 2 + 4) * n * 7 / 8 / 1e9:.1f} GB if it sums" in page
 
 
 def test_the_largest_batch_on_the_pages_was_counted():
