@@ -1,8 +1,9 @@
-"""What attention by cuDNN's kernel saves in a training step.
+"""What attention by cuDNN's kernel saves in a training step, and then a loss head.
 
 Transformers under autocast with their attention written out and with
-:func:`jaxmp.dot_product_attention`, compiled for a GPU (extra ``aot``; nothing runs):
-the bytes that a training step moves, its temporary memory, and its kernels.
+:func:`jaxmp.dot_product_attention`, and language models with
+:func:`jaxmp.linear_cross_entropy` as well, compiled for a GPU (extra ``aot``; nothing
+runs): the bytes that a training step moves, its temporary memory, and its kernels.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,32 +11,33 @@ from typing import Any
 
 from .counting import results, targets
 from .counting.results import Table, by_form, ratio
-from .counting.steps import AUTOCAST, contestant
+from .counting.steps import AUTOCAST, HEAD, contestant
 from .machinery import count
 from .networks.basic import NETWORKS, Network
 from .networks.families import FAMILIES
 from .networks.fused import FUSED, fused
 
-COMPARED = (
-    "gpt-160m",
-    "gpt, scanned",
-    "llama",
-    "llama, grouped queries",
-    "vit",
-    "bert, no attention dropout",
-)
+COMPARED = {
+    "gpt-160m": "GPT, 163M parameters",
+    "gpt, scanned": "GPT, scanned and computed again",
+    "llama": "Llama",
+    "llama, grouped queries": "Llama, grouped queries",
+    "vit": "ViT",
+    "bert, no attention dropout": "BERT, no dropout in attention",
+}
 
 SAVED = """\
-## What attention by cuDNN saves
+## What attention by cuDNN saves, and a loss head without logits
 
-Training steps under autocast with attention written out, and with
-`jaxmp.dot_product_attention`, which is cuDNN's kernel in the compiled code.
+Training steps under autocast with attention written out, with
+`jaxmp.dot_product_attention`, which is cuDNN's kernel in the compiled code, and then
+with `jaxmp.linear_cross_entropy` as well.
 """
 
 
 def main(
     *,
-    networks: tuple[str, ...] = COMPARED,
+    networks: tuple[str, ...] = tuple(COMPARED),
     dtypes: tuple[str, ...] = ("bfloat16",),
     gpu: targets.Named = targets.H200,
 ) -> None:
@@ -57,21 +59,17 @@ def main(
 def compared(
     networks: dict[str, Network], dtype: str, gpu: str = targets.H200
 ) -> Iterator[dict[str, Any]]:
-    """Yields what was counted in each network, written out and fused."""
+    """Yields what was counted in each network: written out, fused, without logits."""
     others = fused(networks)
     for name, network in networks.items():
-        for form, one in (("written", network), ("fused", others[f"{name}{FUSED}"])):
-            found = count(contestant(AUTOCAST, one, dtype=dtype), one, gpu)
+        other = others[f"{name}{FUSED}"]
+        forms = [("written", AUTOCAST, network), ("fused", AUTOCAST, other)]
+        if hasattr(network.model, "vocabulary"):
+            forms.append((HEAD, HEAD, other))
+        for form, step, one in forms:
+            found = count(contestant(step, one, dtype=dtype), one, gpu)
             kept = {key: found[key] for key in ("bytes", "temp", "kernels")}
             yield {"network": name, "form": form} | kept
-
-
-def shares(rows: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Returns which share of bytes and of temporary memory is left, by network."""
-    return {
-        name: tuple(x["fused"][key] / x["written"][key] for key in ("bytes", "temp"))
-        for name, x in by_form(rows).items()
-    }
 
 
 def tables(found: Mapping[str, Any]) -> Iterator[Table]:
@@ -79,16 +77,23 @@ def tables(found: Mapping[str, Any]) -> Iterator[Table]:
     yield Table(SAVED, ())
     for dtype, result in found.items():
         rows = [
-            {
-                "": name,
-                "GB": f"{old['bytes'] / 1e9:.1f}",
-                "GB with cuDNN": f"{new['bytes'] / 1e9:.1f}",
-                "share of GB": ratio(new["bytes"], old["bytes"]),
-                "temporary MiB": f"{old['temp'] / 2**20:.0f}",
-                "MiB with cuDNN": f"{new['temp'] / 2**20:.0f}",
-                "share of MiB": ratio(new["temp"], old["temp"]),
-            }
-            for name, both in by_form(result["rows"]).items()
-            for old, new in [(both["written"], both["fused"])]
+            {"": COMPARED.get(name, name), **_left(forms)}
+            for name, forms in by_form(result["rows"]).items()
         ]
         yield Table(f"### {dtype}\n", rows, [result])
+
+
+def _left(forms: Mapping[str, Any]) -> dict[str, str]:
+    """Returns a step as written, and the shares of it that the others need."""
+    written = forms["written"]
+    cells = {
+        "GB moved": f"{written['bytes'] / 1e9:.1f}",
+        "temporary MiB": f"{written['temp'] / 2**20:,.0f}",
+    }
+    for form, said in ("fused", "cuDNN's attention"), (HEAD, "and no logits"):
+        parts = (
+            ratio(forms.get(form, {}).get(key), written[key])
+            for key in ("bytes", "temp")
+        )
+        cells[said] = " / ".join(filter(None, parts))
+    return cells

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import every_gpu, evidence, fits, gpu, picture, price, sharded
+from benchmarks import attention, every_gpu, evidence, fits, gpu, picture, price, sharded
 from benchmarks.counting import steps
 from benchmarks.counting.results import by_form
 from benchmarks.networks.families import FAMILIES, Rematerialised
@@ -349,8 +349,23 @@ def test_what_attention_by_cudnn_saves_was_timed():
         )
         said.append(f"{written / fused:.2f}x")
     gpt, llama, vit = said
-    expected = f"the GPT is {gpt} faster with it, Llama {llama}, and ViT {vit}:"
+    expected = f"is {gpt} faster with cuDNN's attention, Llama {llama}, and ViT {vit}:"
     assert expected in words(PERFORMANCE)
+
+
+def test_what_attention_and_the_loss_head_save_was_counted():
+    found = results("attention")
+    _, table = attention.tables(found)
+    assert len(table.rows) == 6
+    assert table._replace(heading="").markdown() in PERFORMANCE.read_text()
+    result = found["bfloat16"]
+    gpt = by_form(result["rows"])["gpt-160m"]
+    moved, memory = (
+        gpt[steps.HEAD][key] / gpt["fused"][key] for key in ("bytes", "temp")
+    )
+    page = words(ROOT / "docs/loss_head.md")
+    assert f"needs {memory:.2f} of the temporary memory and moves {moved:.2f}" in page
+    assert f"compiled for an H200, jax {result['versions']['jax']})" in page
 
 
 def test_what_moments_in_eight_bits_cost_was_timed():
