@@ -9,7 +9,16 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import attention, every_gpu, evidence, fits, gpu, picture, price, sharded
+from benchmarks import (
+    attention,
+    every_gpu,
+    evidence,
+    fits,
+    gpu,
+    picture,
+    price,
+    sharded,
+)
 from benchmarks.counting import steps
 from benchmarks.counting.results import by_form
 from benchmarks.networks.families import FAMILIES, Rematerialised
