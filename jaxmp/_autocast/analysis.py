@@ -24,12 +24,12 @@ from .._jaxprs.scopes import (
     SAFEGUARD,
     Scopes,
     in_region,
-    inside,
     is_backward,
     is_decided,
     is_under,
     marks,
     named_in,
+    scopes_inside,
 )
 from .._ops import table
 from .._ops.lists import DEFAULT_OPS, OpLists
@@ -243,8 +243,9 @@ class Analysis:
             if is_unread:
                 found = [needs.NOTHING] * len(eqn.invars)
             elif kind == "call":
-                within = inside(eqn, here)
-                found = self.needs_in(eqn, self.inside(eqn, read, within), within)
+                within = scopes_inside(eqn, here)
+                inner = self.demand_inside(eqn, read, within)
+                found = self.needs_in(eqn, inner, within)
             else:
                 found = needs_of_inputs(
                     eqn,
@@ -318,7 +319,7 @@ class Analysis:
         """Returns what is needed of the test of a ``while``: one truth value."""
         return Demand((needs.FULL,) * len(_jaxpr.out_avals(body.jaxpr)))
 
-    def inside(self, eqn: Equation, outer: Demand, scopes: Scopes) -> Demand:
+    def demand_inside(self, eqn: Equation, outer: Demand, scopes: Scopes) -> Demand:
         """Returns what is needed of what the body of ``eqn`` returns, given of ``eqn``.
 
         What a loop carries is read by the next iteration too.

@@ -15,7 +15,7 @@ import numpy as np
 
 from .._base.around import (
     in_gradient,
-    inside,
+    knowing,
     note_casting,
     warn_if_unscaled,
     warn_unscaled,
@@ -174,7 +174,7 @@ def autocast(
         with (
             jax.named_scope(scope),
             _explained(fun, own),
-            inside(autocast=backward_dtype),
+            knowing(autocast=backward_dtype),
         ):
             result = cast(*args, **kwargs)
         warn_if_unscaled(backward_dtype, result)
@@ -241,7 +241,7 @@ def float32_region(
 
     @functools.wraps(fun, updated=())
     def in_float32(*args, **kwargs):
-        with jax.named_scope(scope), inside(autocast=np.dtype(np.float32)):
+        with jax.named_scope(scope), knowing(autocast=np.dtype(np.float32)):
             return fun(*args, **kwargs)
 
     return in_float32

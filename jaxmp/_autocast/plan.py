@@ -40,8 +40,8 @@ from .._jaxprs.scopes import (
     BACKWARD,
     DIFFERENTIATED,
     Scopes,
-    inside,
     is_under,
+    scopes_inside,
 )
 from .._jaxprs.walk import At
 from .._ops import products, table
@@ -73,6 +73,16 @@ Passed = Literal["as is", "wide"] | np.dtype
 End = Literal["wide", "half", "stacked", "free", "ranged"]
 
 _BY_BFLOAT16_PATHS = "`bfloat16_paths`"
+
+
+class Held(NamedTuple):
+    """An equation that holds jaxprs, where the plan comes to it."""
+
+    row: Row
+    ins: Sequence[Facts]  # of what it is given
+    consumers: Consumers  # of the values around it
+    demand: Demand  # what is needed of what its jaxprs return
+    scopes: Scopes  # around them
 
 
 class Inside(NamedTuple):
@@ -417,18 +427,19 @@ class Planner:
     ) -> tuple[Inside, tuple[Facts, ...]]:
         """Plans the jaxprs in an equation, and returns the facts of its outputs."""
         eqn = row.eqn
-        scopes = inside(eqn, row.around)
-        demand = self.analysis.inside(eqn, row.demand, scopes)
+        scopes = scopes_inside(eqn, row.around)
+        demand = self.analysis.demand_inside(eqn, row.demand, scopes)
+        held = Held(row, ins, consumers, demand, scopes)
         layout, kind = _jaxpr.call_layout(eqn), _jaxpr.call_kind(eqn)
         passed: Any = ("as is",) * len(ins)
         ends: Any = ("free",) * len(eqn.outvars)
         if kind in ("scan", "while"):
-            return self._loop(row, ins, demand, scopes, consumers)
+            return self._loop(held)
         if kind in ("custom_vjp", "shard_map"):  # float32 at their boundary
             passed = ("wide",) * len(ins)
             ends, ins = ("wide",) * len(ends), [x.widened() for x in ins]
         if _jaxpr.is_remat(eqn):
-            places = self._rounded_before(eqn, ins, demand, scopes, range(len(ins)))
+            places = self._rounded_before(held, range(len(ins)))
             rounded = [ins[i].rounded(one) for i, one in places.items()]
             ins = replaced(ins, places, rounded)
             passed = replaced(passed, places, places.values())
@@ -476,18 +487,12 @@ class Planner:
             given.append(x._replace(scalar=scalar, digits=False))
         return jaxpr, self.plan(jaxpr, given, demand, ends, scopes)
 
-    def _rounded_before(
-        self,
-        eqn: Equation,
-        ins: Sequence[Facts],
-        demand: Demand,
-        scopes: Scopes,
-        places: Iterable[int],
-    ) -> dict[int, np.dtype]:
+    def _rounded_before(self, held: Held, places: Iterable[int]) -> dict[int, np.dtype]:
         """Returns which inputs are rounded before a loop or a remat, each to its dtype.
 
         Those that only products in it take, of one of the two passes.
         """
+        eqn, ins, scopes = held.row.eqn, held.ins, held.scopes
         dtypes: list[np.dtype | None] = [self.dtype] * len(ins)
         if self.backward_dtype != self.dtype:
             for body in _jaxpr.call_layout(eqn).bodies:
@@ -497,7 +502,7 @@ class Planner:
                 for i, x in zip(body.operands, inner.invars, strict=True):
                     if x in back:
                         dtypes[i] = None if x in ahead else self.backward_dtype
-        need = self.analysis.needs_in(eqn, demand, scopes)
+        need = self.analysis.needs_in(eqn, held.demand, scopes)
         return {
             i: dtype
             for i in places
@@ -510,23 +515,17 @@ class Planner:
 
     # Loops.
 
-    def _loop(
-        self,
-        row: Row,
-        ins: Sequence[Facts],
-        demand: Demand,
-        scopes: Scopes,
-        consumers: Consumers,
-    ) -> tuple[Inside, tuple[Facts, ...]]:
+    def _loop(self, held: Held) -> tuple[Inside, tuple[Facts, ...]]:
         """Plans a loop: it carries 16 bits where all iterations agree."""
+        row, ins, consumers, demand, scopes = held
         eqn, dtype = row.eqn, self.dtype_in(row.back)
         layout, is_scan = _jaxpr.call_layout(eqn), _jaxpr.call_kind(eqn) == "scan"
         again = any([x.tangent for x in ins])  # it will be transposed
         start, stop = layout.fixed_in.start, layout.fixed_in.stop
-        given, passed, weights = self._entering(row, ins, demand, scopes, consumers)
+        given, passed, weights = self._entering(held)
         *tests, body = layout.bodies
         within = self.analysis.consumers(body.jaxpr, demand, scopes)
-        carried = self._carried(row, ins, demand)
+        carried = self._carried(held)
         # Gradients are sums, and float16 may not have the range of what is stacked.
         stores = not row.back and self.dtype != np.float16
         stacks: End = "free" if row.back else "stacked" if stores else "ranged"
@@ -567,31 +566,25 @@ class Planner:
         bodies = tuple(bodies)
         return Inside(tuple(passed), bodies, demand, scopes, weights), tuple(outs)
 
-    def _entering(
-        self,
-        row: Row,
-        ins: Sequence[Facts],
-        demand: Demand,
-        scopes: Scopes,
-        consumers: Consumers,
-    ) -> tuple[list[Facts], list[Any], tuple[int, ...]]:
+    def _entering(self, held: Held) -> tuple[list[Facts], list[Any], tuple[int, ...]]:
         """Returns the facts of what the iterations of a loop are given.
 
         And how each is passed to them, and which are rounded before the first.
         """
-        eqn, kind = row.eqn, _jaxpr.call_kind(row.eqn)
+        eqn, ins = held.row.eqn, held.ins
+        kind = _jaxpr.call_kind(eqn)
         fixed = _jaxpr.call_layout(eqn).fixed_in
         given, passed = list(ins), list[Any](["as is"] * len(ins))
         weights: tuple[int, ...] = ()
         again = any([x.tangent for x in ins])
-        written = DIFFERENTIATED in scopes or _jaxpr.is_differentiated(eqn)
+        written = DIFFERENTIATED in held.scopes or _jaxpr.is_differentiated(eqn)
         written = written or _jaxpr.holds_backward(eqn)
         if kind == "while" or (written and not again):
             # A slice of an argument is rounded in the body, as that needs no memory.
             stacked = range(fixed.stop, len(ins)) if kind == "scan" else ()
-            made = [i for i in stacked if consumers.definition(eqn.invars[i])]
+            made = [i for i in stacked if held.consumers.definition(eqn.invars[i])]
             places = [*range(fixed.start), *made]
-            before = self._rounded_before(eqn, ins, demand, scopes, places)
+            before = self._rounded_before(held, places)
             for i, one in before.items():
                 given[i], passed[i] = ins[i].rounded(one), one
             weights = tuple(i for i in range(fixed.start) if given[i].half)
@@ -602,8 +595,9 @@ class Planner:
         given[fixed.stop :] = map(facts.slice_of, given[fixed.stop :])
         return given, passed, weights
 
-    def _carried(self, row: Row, ins: Sequence[Facts], demand: Demand) -> list[Facts]:
+    def _carried(self, held: Held) -> list[Facts]:
         """Returns what a loop may carry, going by what it starts from."""
+        row, ins, demand = held.row, held.ins, held.demand
         eqn, dtype = row.eqn, self.dtype_in(row.back)
         layout = _jaxpr.call_layout(eqn)
         given = GIVEN_WITHOUT_PRODUCT.around(eqn, [x.given for x in ins], At())

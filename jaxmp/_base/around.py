@@ -42,7 +42,7 @@ _IN_FLOAT16 = Marked()  # loss scales with which gradients in it were computed
 
 
 @contextlib.contextmanager
-def inside(**known: Any) -> Iterator[None]:
+def knowing(**known: Any) -> Iterator[None]:
     """Lets what is called in here know more of what is around it."""
     token = _AROUND.set(_AROUND.get(_NOTHING)._replace(**known))
     try:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.core
 
-from .._base.around import inside
+from .._base.around import knowing
 from .._base.checks import warn
 from .._base.dtypes import is_wide
 from .._base.policy import Policy
@@ -53,7 +53,7 @@ def warns_if_promoted(
         pairs = zip(flat.names, flat.leaves, strict=True)
         names = [name for name, x in pairs if is_tracer(x)]
         casting: list[bool] = []
-        with inside(casting=casting):
+        with knowing(casting=casting):
             jaxpr, arrays, rebuilt = traced(loss, args, kwargs, takes=is_tracer)
         products = [] if casting else _products(jaxpr, names)
         if products and None not in products:

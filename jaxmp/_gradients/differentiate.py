@@ -16,8 +16,8 @@ from .._base import later
 from .._base.around import (
     GRADIENT,
     autocast_dtype,
-    inside,
     is_staged,
+    knowing,
     note_float16,
     warn_if_constant,
     warn_unscaled,
@@ -210,7 +210,7 @@ def differentiate(
     if devices is not None:
         run = devices.around(options, run, batched, stored)
     with (
-        inside(unscaled=unscaled, scales=options.scales, gradient=True),
+        knowing(unscaled=unscaled, scales=options.scales, gradient=True),
         jax.named_scope(GRADIENT),
     ):
         loss, grads, aux, changes = run(args, kwargs, state)

@@ -10,7 +10,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from .._base.around import inside, is_staged
+from .._base.around import is_staged, knowing
 from .._base.dtypes import is_narrow, without_casts
 from .._base.tree import is_array, path_name, taken_out
 from .jaxpr import FLOAT32, stage, trace
@@ -63,7 +63,7 @@ def traced_by_us(fun: Callable[..., T]) -> Callable[..., T]:
     @functools.wraps(fun, updated=())
     def traced(*args, **kwargs):
         own, given = stage(), (inspect.unwrap(fun), args, kwargs)
-        with inside(own=own, staged=staged), module_scopes(given):
+        with knowing(own=own, staged=staged), module_scopes(given):
             return fun(*args, **kwargs)
 
     return traced

@@ -52,7 +52,7 @@ def is_decided(scopes: Scopes) -> bool:
     return FLOAT32 in scopes or AUTOCAST in scopes
 
 
-def inside(eqn: _jaxpr.Equation, scopes: Scopes) -> Scopes:
+def scopes_inside(eqn: _jaxpr.Equation, scopes: Scopes) -> Scopes:
     """Returns the scopes around what ``eqn``, which is in ``scopes``, holds."""
     around = tuple(name for name in scopes if name not in _MARKS)
     if (passes := _backward_passes(eqn, scopes)) > 0:

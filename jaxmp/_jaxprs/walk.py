@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from . import jaxpr as _jaxpr
 from .jaxpr import Equation
-from .scopes import Scopes, inside
+from .scopes import Scopes, scopes_inside
 
 
 class At(NamedTuple):
@@ -107,7 +107,7 @@ class Forward:
 
     def once(self, eqn: Equation, ins: Sequence[Any], at: At) -> list[Any]:
         """Goes through the jaxprs that an equation holds, a loop for one iteration."""
-        layout, within = _jaxpr.call_layout(eqn), inside(eqn, at.scopes)
+        layout, within = _jaxpr.call_layout(eqn), scopes_inside(eqn, at.scopes)
         bodies, place = layout.bodies, at.place
         if place:
             bodies = _jaxpr.on_platform(eqn, bodies)
@@ -205,7 +205,7 @@ class Backward:
 
     def once(self, eqn: Equation, outs: Sequence[int], at: At) -> list[int]:
         """Goes through the jaxprs that an equation holds, a loop for one iteration."""
-        within, found = inside(eqn, at.scopes), [0] * len(eqn.invars)
+        within, found = scopes_inside(eqn, at.scopes), [0] * len(eqn.invars)
         for body in _jaxpr.call_layout(eqn).bodies:
             is_test = body.param == "cond_jaxpr"
             ins = self.through(body.jaxpr, [self.test] if is_test else outs, within)

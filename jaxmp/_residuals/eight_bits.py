@@ -40,7 +40,7 @@ class Stored:
         """Returns the value as the backward pass reads it."""
         first, *scale = self.arrays
         if self.how == "eight":
-            return widened(first, scale[0], self.aval.dtype)
+            return dequantized(first, scale[0], self.aval.dtype)
         return unpacked(first, self.aval.shape) if self.how == "bits" else first
 
 
@@ -64,7 +64,7 @@ def stored(x: jax.Array, how: How, kind: str) -> Stored:
     aval = jax.typeof(x)
     with jax.named_scope(EIGHT_BITS):
         if how == "eight":
-            return Stored(how, aval, narrowed(x, kind))
+            return Stored(how, aval, quantized(x, kind))
         if how == "bits":
             return Stored(how, aval, (packed(x),))
     return Stored(how, aval, (lax.optimization_barrier(x) if how == "firm" else x,))
@@ -85,7 +85,7 @@ def packs(aval: Any) -> bool:
     return aval.dtype == bool and not is_small(aval) and _axis(aval.shape) is not None
 
 
-def narrowed(x: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
+def quantized(x: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
     """Returns ``x`` in eight bits, and the scale of each row.
 
     A row is the last axis, or as many of the last as have 16 numbers. An Inf or a NaN
@@ -101,8 +101,8 @@ def narrowed(x: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
     return lax.optimization_barrier((rows.astype(DTYPES[kind]), scale))
 
 
-def widened(rows: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Returns what :func:`narrowed` has stored, in the dtype that it had."""
+def dequantized(rows: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Returns what :func:`quantized` has stored, in the dtype that it had."""
     return (rows.astype(jnp.float32) * scale).astype(dtype)
 
 

@@ -12,7 +12,7 @@ import jaxmp
 from jaxmp._autocast import needs, rules
 from jaxmp._autocast.plan import Plan, Planner
 from jaxmp._jaxprs import jaxpr as _jaxpr
-from jaxmp._jaxprs.scopes import Scopes, inside, is_backward, is_decided
+from jaxmp._jaxprs.scopes import Scopes, is_backward, is_decided, scopes_inside
 from jaxmp._ops import products, table
 from jaxmp._ops.precision import own_precisions
 
@@ -158,7 +158,7 @@ class _Program:
         behind = not known and products.sums_over_iterations(eqn)
         is_product = step.kind == "product" if step else behind
         role = "matmul" if is_product else role
-        within = inside(eqn, around)
+        within = scopes_inside(eqn, around)
         kind = _jaxpr.call_kind(eqn)
         rule = step.rule if step else holder
         common = {"back": back, "kept": kept, "rule": rule}

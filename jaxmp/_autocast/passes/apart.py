@@ -9,7 +9,7 @@ from typing import Any
 
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, Var, is_float32
-from ..._jaxprs.scopes import Scopes, inside, is_backward
+from ..._jaxprs.scopes import Scopes, is_backward, scopes_inside
 from ..graph import is_in
 
 
@@ -22,7 +22,7 @@ def apart(eqn: Equation, scopes: Scopes) -> Equation:
     """
     if _jaxpr.call_kind(eqn) != "scan" or not _jaxpr.holds_backward(eqn):
         return eqn
-    within = inside(eqn, scopes + _jaxpr.scope_names(eqn))
+    within = scopes_inside(eqn, scopes + _jaxpr.scope_names(eqn))
     body = _jaxpr.open_jaxpr(eqn.params["jaxpr"])
     consts, carries = _jaxpr.scan_counts(eqn)
     back, ahead = (read_by_pass(body, within, back=back) for back in (True, False))

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, Literal, is_inexact
-from ..._jaxprs.scopes import BACKWARD, IsProduct, Scopes, in_region, inside
+from ..._jaxprs.scopes import BACKWARD, IsProduct, Scopes, in_region, scopes_inside
 from ..._jaxprs.walk import At, Backward, Forward
 from ..._ops import table
 from ..._ops.products import holds_product, is_matrix_product
@@ -70,7 +70,7 @@ def compared(
             chosen_by = _decisions(eqn, at, _is_product)
             if chosen_by is None:
                 for body in _jaxpr.sub_jaxprs(eqn):
-                    look(body, inside(eqn, at.scopes))
+                    look(body, scopes_inside(eqn, at.scopes))
                 continue
             seeds = {x: dict.fromkeys(of, _DECIDES) for x, of in chosen_by.items()}
             walk = Backward(
@@ -133,7 +133,7 @@ def _decisions(loop: Equation, at: At, is_product: IsProduct) -> Decisions | Non
     known[layout.fixed_in.start :] = outs
     test = layout.bodies[0]
     ins = [known[i] for i in test.operands]
-    tested = trail.walk.through(test.jaxpr, ins, inside(loop, at.scopes))
+    tested = trail.walk.through(test.jaxpr, ins, scopes_inside(loop, at.scopes))
     return {} if joined(tested) & _COMPARED else None
 
 

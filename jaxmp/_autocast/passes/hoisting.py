@@ -18,7 +18,7 @@ from typing import Any
 
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, Var, is_float32
-from ..._jaxprs.scopes import IsProduct, Scopes, inside, is_backward
+from ..._jaxprs.scopes import IsProduct, Scopes, is_backward, scopes_inside
 from ..._jaxprs.sizes import as_number, size_of
 from ..._ops import products, table
 from ..._ops.products import holds_product
@@ -36,7 +36,7 @@ def hoisting(
     for eqn in eqns:
         scan = _jaxpr.call_kind(eqn) == "scan" and not eqn.effects
         if scan and as_number(eqn.params["length"]) and is_backward(eqn, scopes):
-            around = inside(eqn, scopes + _jaxpr.scope_names(eqn))
+            around = scopes_inside(eqn, scopes + _jaxpr.scope_names(eqn))
             loop = _Loop(
                 eqn, lambda e, s=around: is_product(e, s + _jaxpr.scope_names(e))
             )

@@ -33,7 +33,7 @@ from ..._jaxprs.walk import At, Backward
 from ..._ops.fp8 import scaled
 from ..._ops.products import PRODUCTS
 from ..._ops.table import ROUNDED, is_rounding, one_of, picks
-from ..._residuals.eight_bits import DTYPES, How, Stored, narrowed, widened
+from ..._residuals.eight_bits import DTYPES, How, Stored, dequantized, quantized
 from ..._residuals.replay import STORE_OF
 
 # Returns what it is given. Its parameters say which parts store it in which eight bits.
@@ -51,8 +51,8 @@ _FORMATS = {(8, 7): jnp.bfloat16, (5, 10): jnp.float16}
 def rounded(x: Any, dtype: np.dtype, form: Form) -> jax.Array:
     """Returns a float32 array with the digits and the limits of a dtype."""
     if form in DTYPES:
-        few, scale = narrowed(x, form)
-        return widened(few, scale, x.dtype)
+        few, scale = quantized(x, form)
+        return dequantized(few, scale, x.dtype)
     if form == "scaled":
         few, unit = scaled(lax.convert_element_type(x, jnp.bfloat16))
         return few.astype(x.dtype) * unit.astype(x.dtype)
