@@ -18,21 +18,24 @@ from .counting.steps import (
     CHECKPOINT,
     HEAD,
     HEAD_AGAIN,
+    HEAD_INT8,
     contestant,
 )
 from .networks.basic import NETWORKS, Network, sequence_model
-from .networks.families import BERT, Llama
+from .networks.families import BERT, LARGE_LLAMA, Llama
 from .networks.fused import ATTENTION
 
 SIZES = 12, 16, 24, 80  # GB
-FLOAT32, FUSED = "float32", "and cuDNN's attention"
+FLOAT32, FUSED, NO_LOGITS = "float32", "and cuDNN's attention", "and no logits"
+INT8 = "and int8 moments"
 # Each form with the step, and whether the attention is cuDNN's.
 FORMS = {
     FLOAT32: ("float32", False),
     "autocast": (AUTOCAST, False),
     FUSED: (AUTOCAST, True),
-    "and no logits": (HEAD, True),
+    NO_LOGITS: (HEAD, True),
     "and checkpoint": (HEAD_AGAIN, True),
+    INT8: (HEAD_INT8, True),
 }
 # Where a form of BERT-large is accumulated, too.
 MICRO_BATCHES, ROWS, LENGTHS = 32, 8, (128, 320, 384, 512)
@@ -49,6 +52,7 @@ LLAMA = Llama(layers=16, width=1024, heads=16, vocabulary=32000, length=1024)
 LARGE = {
     "GPT, 163M parameters": ("gpt-160m", NETWORKS["gpt-160m"]),
     "Llama, 268M parameters": ("llama", sequence_model(LLAMA, 8)),
+    "Llama, 1.6B parameters": ("llama", LARGE_LLAMA),
     "ResNet-50": ("", NETWORKS["resnet-50"]),
     "BERT-base": bert(512, 16, layers=12, width=768, heads=12),
 }
@@ -64,7 +68,8 @@ FITS = """\
 
 Examples in a batch whose step, with float32 parameters and Adam, fits 12, 16, 24 and 80
 GB of memory. Each column adds something to the one before it. The layers of
-BERT-large are one scan.
+BERT-large and of the larger Llama are one scan; the latter are computed again for the
+gradients in every column.
 """
 MICRO = f"""\
 ### BERT-large, {MICRO_BATCHES} micro-batches of {ROWS} sequences of {LENGTHS[0]} tokens
@@ -97,7 +102,7 @@ def counted(
     for form in forms:
         (step, has_kernel), one = FORMS[form], network
         if not fused:  # no attention, and few logits
-            if form in (FUSED, "and no logits"):
+            if form in (FUSED, NO_LOGITS, INT8):
                 continue
             step = CHECKPOINT if step == HEAD_AGAIN else step
         elif has_kernel:

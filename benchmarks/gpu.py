@@ -47,19 +47,22 @@ NAMES = {
     "vit, fused": "ViT, cuDNN's attention",
     "bert": "BERT",
     "u-net": "U-Net",
+    "llama-1.6b, fused": "Llama, 1.6B parameters, cuDNN's attention",
     "lstm": "LSTM",
     "mlp": "MLP",
     "gemma": "Gemma",
     "state space": "State space",
 }
 FIRST = "the first times"  # before which bytes had been counted
-FULL = families.FAMILIES | basic.NETWORKS | fused(basic.NETWORKS)
-TINY = families.SMALL | {
+FULL = basic.NETWORKS | {"llama-1.6b": families.LARGE_LLAMA}
+FULL = families.FAMILIES | FULL | fused(FULL)
+TINY = {
+    "llama-1.6b": families.SMALL["llama, grouped queries"],
     "gpt-160m": basic.TINY["gpt"],
     "resnet-50": basic.TINY["resnet"],
     "mlp": basic.TINY["mlp"],
 }
-TINY |= fused({"gpt-160m": TINY["gpt-160m"]})
+TINY = families.SMALL | TINY | fused(TINY)
 
 
 class Case(NamedTuple):

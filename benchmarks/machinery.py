@@ -13,8 +13,16 @@ from jaxmp._compiled.text import arrays
 
 from .counting import hlo, measure, results, targets
 from .counting.results import Table, ratio
-from .counting.steps import FLOOR, LIBRARIES, Contestant, contestants
+from .counting.steps import (
+    AUTOCAST,
+    FLOOR,
+    LIBRARIES,
+    UNCHECKED,
+    Contestant,
+    contestants,
+)
 from .networks.basic import NETWORKS, Network
+from .networks.fused import fused
 
 # What tables call the networks, in their order.
 NAMES = {
@@ -30,6 +38,11 @@ STEP = """\
 
 The memory traffic of one step, relative to the step by hand.
 """
+CHECK = """\
+### What the check for Inf and NaN costs
+
+Autocast in bfloat16, in a step that checks and skips, and in one that does neither.
+"""
 
 
 def main(
@@ -37,27 +50,31 @@ def main(
     networks: tuple[str, ...] = tuple(NAMES),
     contestants: tuple[str, ...] = LIBRARIES,
     accum_steps: tuple[int, ...] = (1, 4),
+    dtype: str = "float16",
 ) -> None:
-    """Counts the steps of each library in float16.
+    """Counts the steps of each library.
 
     Args:
         networks: Which.
         contestants: What casts, scales and skips in them.
         accum_steps: Micro-batches.
+        dtype: Of 16 bits.
     """
     targets.require("machinery")
+    known = NETWORKS | fused(NETWORKS)
     for name in networks:
-        new = counts(NETWORKS[name], contestants, accum_steps)
+        new = counts(known[name], contestants, accum_steps, dtype)
+        title = name if dtype == "float16" else f"{name}, {dtype}"
         by = "contestant", "accum_steps"
-        results.update("machinery", name, targets.hardware(), new, *by)
+        results.update("machinery", title, targets.hardware(), new, *by)
 
 
 def counts(
-    network: Network, names: tuple[str, ...], accum_steps: tuple[int, ...]
+    network: Network, names: tuple[str, ...], accum_steps: tuple[int, ...], dtype: str
 ) -> Iterator[dict[str, Any]]:
     """Yields what was counted in the steps of a network."""
     for n in accum_steps:
-        for made in contestants(network, names, accum_steps=n):
+        for made in contestants(network, names, dtype=dtype, accum_steps=n):
             which = {"contestant": made.name, "accum_steps": n}
             yield which | count(made, network)
 
@@ -122,3 +139,17 @@ def tables(found: Mapping[str, Any]) -> Iterator[Table]:
             for form in dict.fromkeys(form for form, _ in moved)
         ]
         yield Table(f"### {heading}\n", rows, [*counted.values()])
+    checked = {x: y for x, y in found.items() if x.endswith(", bfloat16")}
+    rows = [
+        {
+            "": title.removesuffix(", bfloat16"),
+            "step": row["contestant"],
+            "GB": f"{row['bytes'] / 1e9:.2f}",
+            "kernels": row["kernels"],
+            "roofline ms": f"{1e3 * row['seconds']:.2f}",
+        }
+        for title, result in checked.items()
+        for row in result["rows"]
+        if row["contestant"] in (AUTOCAST, UNCHECKED)
+    ]
+    yield Table(CHECK, rows, [*checked.values()])

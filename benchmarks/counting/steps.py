@@ -32,6 +32,9 @@ BACKWARD = "jaxmp autocast, float16 forward, bfloat16 backward"
 CHECKPOINT, BOTH = "checkpoint", "checkpoint and int8"
 # The loss head as one operation, and both.
 HEAD, HEAD_AGAIN = "without logits", "without logits and checkpoint"
+HEAD_INT8 = f"{HEAD_AGAIN}, int8 moments"
+# The one line that suffices in bfloat16, which checks nothing.
+UNCHECKED = f"{AUTOCAST}, no check"
 # Of bfloat16 parameters, rounded stochastically: the dtype of the moments.
 STATES = {"bfloat16 state": "bfloat16", "int8 state": "int8"}
 
@@ -254,17 +257,25 @@ def jaxmp_modules(network, dtype, accum_steps):
 
 
 def jaxmp_autocast(
-    network, dtype, accum_steps, policy=None, again=False, loss=loss_of, **options
+    network,
+    dtype,
+    accum_steps,
+    policy=None,
+    again=False,
+    loss=loss_of,
+    tx: Any = ADAM,
+    **options,
 ):
     """Autocast around the gradient of the float32 loss."""
     policy = jaxmp.get_policy(policy or f"mixed_{dtype}")
-    loss_fn = loss(network.model.clone(again=again).apply)
+    model = network.model
+    loss_fn = loss(model.clone(again=again or model.again).apply)
 
     def grad_fn(**how):
         grad = jaxmp.value_and_grad(loss_fn, **how)
         return jaxmp.autocast(grad, policy, **options)
 
-    return _jaxmp_step(grad_fn, policy, accum_steps)
+    return _jaxmp_step(grad_fn, policy, accum_steps, tx)
 
 
 def jaxmp_autocast_inside(network, dtype, accum_steps):
@@ -275,8 +286,8 @@ def jaxmp_autocast_inside(network, dtype, accum_steps):
     return _jaxmp_step(grad_fn, policy, accum_steps)
 
 
-def _jaxmp_step(value_and_grad, policy, accum_steps):
-    tx = jaxmp.loss_scaling(ADAM, policy)
+def _jaxmp_step(value_and_grad, policy, accum_steps, tx: Any = ADAM):
+    tx = jaxmp.loss_scaling(tx, policy)
 
     def step(state, batch):
         grad_fn = value_and_grad(
@@ -297,9 +308,8 @@ def _jaxmp_step(value_and_grad, policy, accum_steps):
     return tx, _nothing, step
 
 
-def narrow(network, dtype, accum_steps, state_dtype):
-    """Autocast around the gradient of parameters without float32 masters."""
-    tx = jaxmp.stochastic_rounding(ADAM, state_dtype=state_dtype)
+def unchecked(network, dtype, accum_steps, tx):
+    """Autocast around JAX's own gradient: no loss scale and no check."""
     grad_fn = jax.value_and_grad(loss_of(network.model.apply), has_aux=True)
     grad_fn = jaxmp.autocast(grad_fn, f"mixed_{dtype}")
     if accum_steps > 1:
@@ -466,8 +476,17 @@ CONTESTANTS |= {
 HEADS = {
     HEAD: partial(jaxmp_autocast, loss=without_logits),
     HEAD_AGAIN: partial(jaxmp_autocast, loss=without_logits, again=True),
+    HEAD_INT8: partial(
+        jaxmp_autocast,
+        loss=without_logits,
+        again=True,
+        tx=jaxmp.with_state_dtype(ADAM, "int8"),
+    ),
 }
-CONTESTANTS |= {x: partial(narrow, state_dtype=y) for x, y in STATES.items()}
+CONTESTANTS |= {UNCHECKED: partial(unchecked, tx=ADAM)} | {
+    x: partial(unchecked, tx=jaxmp.stochastic_rounding(ADAM, state_dtype=y))
+    for x, y in STATES.items()
+}
 
 
 def _nothing():

@@ -902,6 +902,20 @@ _BOTH |= {
     ),
     "bert, no attention dropout": tokens(partial(BERT, attention_dropout=0.0), 32),
 }
+# Of a billion parameters in its layers and half a billion around them.
+LARGE_LLAMA = sequence_model(
+    Llama(
+        layers=22,
+        width=2048,
+        heads=32,
+        key_heads=4,
+        vocabulary=128_256,
+        length=2048,
+        scanned=True,
+        again=True,
+    ),
+    8,
+)
 FAMILIES: dict[str, Network] = {name: both.usual for name, both in _BOTH.items()}
 FAMILIES |= fused(FAMILIES)
 SMALL: dict[str, Network] = {name: both.small for name, both in _BOTH.items()}

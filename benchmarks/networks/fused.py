@@ -21,6 +21,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "gpt, scanned": {"attention": CAUSAL},
     "llama": {"attention": CAUSAL},
     "llama, grouped queries": {"attention": CAUSAL},
+    "llama-1.6b": {"attention": CAUSAL},
     "vit": {"attention": jaxmp.dot_product_attention},
     "bert, no attention dropout": {"attention": jaxmp.linen.dot_product_attention},
 }

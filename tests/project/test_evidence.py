@@ -215,6 +215,21 @@ def test_the_price_on_the_performance_page_was_counted():
     assert f"An LSTM needs {lstm - 1:.0%} more memory" in page
 
 
+def test_what_the_check_costs_was_counted():
+    said = []
+    for name in "gpt-160m, fused", "resnet-50":
+        rows = results("machinery")[f"{name}, bfloat16"]["rows"]
+        by = {x["contestant"]: x for x in rows}
+        ours, less = by[steps.AUTOCAST], by[steps.UNCHECKED]
+        moved, read = ours["bytes"] / 1e9, (ours["bytes"] - less["bytes"]) / 1e9
+        kernels = ours["kernels"] - less["kernels"]
+        said.append(f"{read:.2f} of {moved:.2f} GB and {kernels} of {ours['kernels']}")
+    gpt, resnet = said
+    page = words(PERFORMANCE)
+    assert f"{gpt} kernels in the GPT with cuDNN's attention" in page
+    assert f"{resnet} kernels in ResNet-50. `autocast` alone checks nothing" in page
+
+
 def test_the_networks_that_pay_more_cost_what_was_counted():
     row = re.compile(r"^\| ([\w ]+) \| ([\d.]+) / ([\d.]+) \|", re.MULTILINE)
     table = row.findall(PERFORMANCE.read_text())
@@ -437,7 +452,7 @@ def test_what_gathering_by_layer_sends_was_counted_beside_fsdp2():
 
 def test_the_largest_batch_on_the_pages_was_counted():
     _, table, micro = fits.tables(results("fits"))
-    assert len(table.rows) == 8  # networks
+    assert len(table.rows) == 9  # networks
     assert table.markdown() in PERFORMANCE.read_text()
     cells = [x.split("/") for x in [*table.rows[0].values()][1:]]
     at_16_gb = dict(zip(fits.FORMS, (x[1] for x in cells), strict=True))
@@ -448,3 +463,12 @@ def test_the_largest_batch_on_the_pages_was_counted():
     (gb,) = micro.rows
     said = f"takes {gb['float32']} in float32 and {gb['autocast']} under autocast"
     assert said in words(PERFORMANCE)
+    llama = by_form(results("fits")["bfloat16"]["rows"])["Llama, 1.6B parameters"]
+    gb = {
+        form: f"{(row['all'] + row['batches'][0] * row['each']) / 1e9:.1f}"
+        for form, row in llama.items()
+    }
+    assert {row["batches"][0] for row in llama.values()} == {8}
+    said = f"{gb['float32']} GB in float32, {gb['autocast']} under autocast, "
+    said += f"{gb[fits.FUSED]} with cuDNN's attention, {gb[fits.NO_LOGITS]} without"
+    assert f"{said} logits and {gb[fits.INT8]} with int8 moments" in words(PERFORMANCE)
