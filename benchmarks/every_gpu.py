@@ -8,7 +8,7 @@ fast, and for float32 to fit on the smallest GPU.
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
-from .counting import results, targets, worth
+from .counting import named, results, targets
 from .counting.results import Table, by_form, ratio
 from .counting.steps import AUTOCAST, contestant
 from .machinery import count
@@ -59,8 +59,8 @@ def main(
         networks: Which.
         gpus: Which.
     """
-    worth.check("network", networks, NETWORKS)
-    worth.check("GPU", gpus, targets.GPUS)
+    named.check("network", networks, NETWORKS)
+    named.check("GPU", gpus, targets.GPUS)
     targets.require("every_gpu")
     for gpu in gpus:
         new, hardware = counts(networks, gpu), targets.hardware(gpu)

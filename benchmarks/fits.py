@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .counting import measure, results, targets, worth
+from .counting import measure, named, results, targets
 from .counting.results import Table, by_form
 from .counting.steps import (
     AUTOCAST,
@@ -85,8 +85,8 @@ def main(
         networks: Which.
         forms: Which.
     """
-    worth.check("network", networks, LARGE)
-    worth.check("form", forms, FORMS)
+    named.check("network", networks, LARGE)
+    named.check("form", forms, FORMS)
     targets.require("fits")
     new = (row for name in networks for row in counted(forms, name, *LARGE[name]))
     results.update("fits", "bfloat16", targets.hardware(), new, "network", "form")

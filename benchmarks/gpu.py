@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .counting import measure, results, steps, timing, worth
+from .counting import measure, named, results, steps, timing
 from .counting.results import Table
 from .counting.steps import AUTOCAST, BACKWARD, FLOOR, INT8
 from .networks import basic, families
@@ -122,8 +122,8 @@ def main(
         torch: Time PyTorch, where it is installed.
     """
     known = TINY if tiny else FULL
-    worth.check("network", networks, known)
-    worth.check("form", forms, ("highest", *steps.CONTESTANTS))
+    named.check("network", networks, known)
+    named.check("form", forms, ("highest", *steps.CONTESTANTS))
     until = time.monotonic() + seconds
     rows: dict[str, list[Any]] = {"ceilings": [], "steps": [], "left out": []}
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 import jaxmp
 
-from .counting import results, targets, worth
+from .counting import named, results, targets
 from .counting.results import Table, by_form, ratio
 from .counting.steps import (
     AUTOCAST,
@@ -82,8 +82,8 @@ def main(
         passes: Compute nothing but the errors of autocast with a dtype for each pass.
         gpu: Count in code for this one. Errors are computed beside an H200's alone.
     """
-    worth.check("network", networks, FAMILIES)
-    worth.check("form", forms, CONTESTANTS)
+    named.check("network", networks, FAMILIES)
+    named.check("form", forms, CONTESTANTS)
     if passes:
         new = errors_of_passes(networks, seeds)
         results.update("price", PASSES_TITLE, results.hardware(), new, "network")

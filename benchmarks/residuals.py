@@ -19,7 +19,7 @@ import optax
 import jaxmp
 from jaxmp._residuals import eight_bits
 
-from .counting import results, steps, targets, worth
+from .counting import named, results, steps, targets
 from .counting.results import Table, by_form, ratio
 from .counting.steps import AUTOCAST, BOTH, CHECKPOINT, INT8, contestant
 from .machinery import count
@@ -67,7 +67,7 @@ def main(*, networks: tuple[str, ...] = NAMES, train: bool = False) -> None:
         networks: Which.
         train: Train the small models instead.
     """
-    worth.check("network", networks, FAMILIES)
+    named.check("network", networks, FAMILIES)
     if train:
         hardware = results.hardware()
         results.update("residuals", "trained", hardware, losses(), "model")

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
-from .counting import results, targets, worth
+from .counting import named, results, targets
 from .counting.collectives import launches, sent_bytes
 from .counting.results import Table
 
@@ -78,7 +78,7 @@ def main(
         devices: How many there are.
         accum_steps: Micro-batches of a step, each of one sequence per device.
     """
-    worth.check("model", models, MODELS)
+    named.check("model", models, MODELS)
     targets.require("sharded")
     for model, number in itertools.product(models, devices):
         title = f"{number} devices, {model} parameters, by form"
