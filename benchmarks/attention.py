@@ -26,12 +26,14 @@ COMPARED = {
     "bert, no attention dropout": "BERT, no dropout in attention",
 }
 
+JOINT = "one product"  # for queries, keys and values
 SAVED = """\
 ## What attention by cuDNN saves, and a loss head without logits
 
 Training steps under autocast with attention written out, with
 `jaxmp.dot_product_attention`, which is cuDNN's kernel in the compiled code, and then
-with `jaxmp.linear_cross_entropy` as well.
+with `jaxmp.linear_cross_entropy` as well. Last, queries, keys and values are those of
+one product.
 """
 
 
@@ -59,13 +61,16 @@ def main(
 def compared(
     networks: dict[str, Network], dtype: str, gpu: str = targets.H200
 ) -> Iterator[dict[str, Any]]:
-    """Yields what was counted in each network: written out, fused, without logits."""
+    """Yields what was counted in each network, in form after form."""
     others = fused(networks)
     for name, network in networks.items():
         other = others[f"{name}{FUSED}"]
         forms = [("written", AUTOCAST, network), ("fused", AUTOCAST, other)]
         if hasattr(network.model, "vocabulary"):
             forms.append((HEAD, HEAD, other))
+        if hasattr(network.model, "joint"):
+            joint = other._replace(model=other.model.clone(joint=True))
+            forms.append((JOINT, HEAD, joint))
         for form, step, one in forms:
             found = count(contestant(step, one, dtype=dtype), one, gpu)
             kept = {key: found[key] for key in ("bytes", "temp", "kernels")}
@@ -90,7 +95,11 @@ def _left(forms: Mapping[str, Any]) -> dict[str, str]:
         "GB moved": f"{written['bytes'] / 1e9:.1f}",
         "temporary MiB": f"{written['temp'] / 2**20:,.0f}",
     }
-    for form, said in ("fused", "cuDNN's attention"), (HEAD, "and no logits"):
+    for form, said in (
+        ("fused", "cuDNN's attention"),
+        (HEAD, "and no logits"),
+        (JOINT, "and one product"),
+    ):
         parts = (
             ratio(forms.get(form, {}).get(key), written[key])
             for key in ("bytes", "temp")

@@ -58,6 +58,7 @@ class Llama(Model):
     width: int = 768
     heads: int = 12
     key_heads: int | None = None  # as many
+    joint: bool = False  # whether queries, keys and values are of one product
     attention: Callable[..., jax.Array] = grouped_attention
     vocabulary: int = 8192
     length: int = 512
@@ -72,7 +73,11 @@ class Llama(Model):
                 return self.unbiased(heads * size, x).reshape(*x.shape[:2], heads, size)
 
             y = self.rms_norm(x)
-            q, k, v = (projected(n, y) for n in (self.heads, key_heads, key_heads))
+            if self.joint:
+                y = projected(self.heads + 2 * key_heads, y)
+                q, k, v = jnp.split(y, (self.heads, self.heads + key_heads), -2)
+            else:
+                q, k, v = (projected(n, y) for n in (self.heads, key_heads, key_heads))
             y = self.attention(rotated(q), rotated(k), v).reshape(x.shape)
             x = x + self.unbiased(self.width, y)
             return x + self.gated(nn.silu, 3 * self.width, self.rms_norm(x))

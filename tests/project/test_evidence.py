@@ -383,7 +383,11 @@ def test_what_attention_and_the_loss_head_save_was_counted():
     assert len(table.rows) == 6
     assert table._replace(heading="").markdown() in PERFORMANCE.read_text()
     result = found["bfloat16"]
-    gpt = by_form(result["rows"])["gpt-160m"]
+    networks = by_form(result["rows"])
+    for name in "llama", "llama, grouped queries":
+        three, one = (networks[name][x]["bytes"] for x in (steps.HEAD, attention.JOINT))
+        assert f"moves {1 - one / three:.0%} less" in words(ROOT / "docs/attention.md")
+    gpt = networks["gpt-160m"]
     moved, memory = (
         gpt[steps.HEAD][key] / gpt["fused"][key] for key in ("bytes", "temp")
     )
