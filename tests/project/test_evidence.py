@@ -411,6 +411,22 @@ def test_what_float8_takes_was_timed():
     assert said in words(ROOT / "docs/formats_narrow.md")
 
 
+def test_what_float8_moves_was_counted():
+    page = (ROOT / "docs/formats_narrow.md").read_text()
+    for width in 1024, 2048, 4096:
+        found = results("fp8")[f"width {width}"]
+        for row in found["rows"]:
+            mib, ms = f"{row['temp'] / 2**20:.0f}", f"{1e3 * row['seconds']:.1f}"
+            cells = f"{row['bytes'] / 1e9:.1f} | {row['kernels']} | {mib} | {ms}"
+            first = row["policy"] == "mixed_bfloat16"
+            start = f"| {width} |" if first else "| |"
+            assert f"{start} `{row['policy']}` | {cells} |" in page
+        *_, fp8 = found["rows"]
+        said = f"All {fp8['float8']} matmuls with weights are float8, and none of the"
+        assert f"{said} {fp8['others']} in attention" in " ".join(page.split())
+        assert f"(JAX {found['versions']['jax']}," in " ".join(page.split())
+
+
 def test_what_the_reports_name_of_planted_faults_was_counted():
     *planted, nothing = results("faults")["planted faults"]["rows"]
     programs, named, fixed = (
