@@ -69,6 +69,12 @@ def test_every_number_becomes_one_of_its_neighbours(x):
     assert np.all(abs(nearest - x) <= abs(found - x) * (1 + 1e-6) + 1e-6 * largest)
 
 
+def test_half_way_between_two_codes_the_lower_one_is_nearest():
+    x = jnp.array([[0.5, 2.5, 6.5, -0.5, -2.5, -6.5]])  # between 0, 1, 4 and 9 units
+    codes = _blocks.encode(x, jnp.ones((1, 1), jnp.bfloat16), 0.5)
+    assert codes.tolist() == [[0, 1, 2, 0, -1, -2]]
+
+
 def test_zeros_stay_and_what_is_positive_stays_positive():
     x = np.zeros((2, 256), np.float32)
     np.testing.assert_array_equal(_blocks.decode(at_random(x)), 0)

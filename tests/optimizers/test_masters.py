@@ -134,6 +134,8 @@ STATE = KAHAN["int16"](optax.sgd(1.0)).init(PARAMS)
 MISTAKES = r"""
 jaxmp.masters({"v": PARAMS["w"]}, STATE)
     compensation \[64\] of `w`, and there is no such
+jaxmp.masters({"w": PARAMS["w"][:8]}, STATE)
+    compensation \[64\] of `w`, and there is no such
 jaxmp.masters(FLOATS, STATE)
     no such 16-bit parameter
 jaxmp.set_masters({"w": FLOATS["w"]}, PARAMS, STATE)
