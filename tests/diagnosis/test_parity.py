@@ -299,12 +299,12 @@ def layer(w, x, slope):
         return jnp.tanh(slope * x)
 
 
-def scanned(w, x, slopes=(1.0, 1.0, 1.0)):
+def scanned(w, x, slopes=(1.0, 1.0, 1.0), wrap=lambda f: f):
     def step(x, layers):
         with jax.named_scope("layer"):
             return layer(*layers[:1], x, layers[1]), None
 
-    return jax.lax.scan(step, x, (w, jnp.array(slopes)))[0]
+    return jax.lax.scan(wrap(step), x, (w, jnp.array(slopes)))[0]
 
 
 def unrolled(w, x, slopes=(1.0, 1.0, 1.0)):
@@ -317,9 +317,10 @@ def unrolled(w, x, slopes=(1.0, 1.0, 1.0)):
 BENT = (1.0, 1.1, 1.0)
 
 
+@pytest.mark.parametrize("inner", [lambda f: f, jax.jit, jax.checkpoint])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
-def test_iterations_of_a_scan_are_told_apart(wrap):
-    bent = wrap(functools.partial(scanned, slopes=BENT))
+def test_iterations_of_a_scan_are_told_apart(wrap, inner):
+    bent = wrap(functools.partial(scanned, slopes=BENT, wrap=inner))
     report = compare(scanned, bent, W, X)
     assert report.first.path == "layer[1]/act"
     paths = [x.path for x in report.modules]

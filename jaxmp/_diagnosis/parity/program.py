@@ -27,7 +27,7 @@ from ..._base.tree import is_inexact
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.flatten import check_values, flatten
 from ..._jaxprs.jaxpr import Equation
-from ..._jaxprs.places import Place, caller
+from ..._jaxprs.places import Place, caller, equations
 from ..._jaxprs.replay import Replay, TracedBody
 from ..._jaxprs.sizes import size_of
 from ..._ops.precision import Float32Products, rounded_by_device
@@ -433,13 +433,14 @@ def _names(place: Place) -> tuple[str, ...]:
 
 
 def _names_inside(eqn: Equation, place: Place) -> list[tuple[str, ...]]:
-    """Returns the names of what an equation holds, which begin with those around."""
-    around, found = _names(place), []
-    for jaxpr in _jaxpr.sub_jaxprs(eqn):
-        inside = here = place.inside(eqn, jaxpr)
-        for inner in _jaxpr.open_jaxpr(jaxpr).eqns:
-            here = inside.of(inner, here)
-            found.append(_names(here))
+    """Returns the names of what computes in an equation; they begin with its own.
+
+    A call in it, such as a remat, may have fewer names than all that it holds.
+    """
+    around, bodies = _names(place), _jaxpr.sub_jaxprs(eqn)
+    inside = (equations(body, place.inside(eqn, body)) for body in bodies)
+    inner = itertools.chain.from_iterable(inside)
+    found = [_names(here) for x, here in inner if not _jaxpr.is_call(x)]
     return [x for x in found if x[: len(around)] == around] or [around]
 
 
