@@ -525,15 +525,18 @@ def test_integers_that_differ_are_no_rounding():
     assert report.modules[-1].path == "index" or not report.modules[-1].differs
 
 
-def test_inf_and_nan_in_one_of_the_programs_differ():
+@pytest.mark.parametrize(
+    ("one", "other"), [(1.0, np.inf), (-np.inf, np.inf), (np.nan, np.inf)]
+)
+def test_inf_and_nan_in_one_of_the_programs_differ(one, other):
     def program(x, big):
         with jax.named_scope("scale"):
             return x * big
 
-    f, g = (functools.partial(program, big=x) for x in (1.0, jnp.inf))
+    f, g = (functools.partial(program, big=x) for x in (one, other))
     report = compare(f, g, X)
     assert report.first.path == "scale"
-    assert report.outputs[0].error == np.inf
+    assert report.outputs[0].error == report.outputs[0].rms == np.inf
     assert report.as_dict()["outputs"][0]["error"] == "inf"
     assert compare(g, g, X).first is None
 
@@ -561,6 +564,20 @@ def test_branches_and_while_loops():
     report = compare(f, g, X, 2)
     assert report.first.path == ""
     assert report.notes[0].endswith("modules inside a `while` are not seen")
+
+
+def test_a_branch_that_rounding_may_leave_is_not_compared():
+    def layer(x):
+        with jax.named_scope("layer"):
+            return 2 * x
+
+    def program(x):
+        return jax.lax.cond(jnp.sum(x * 3) == 12, layer, lambda x: x + x, x)
+
+    report = compare(program, layer, jnp.ones(4))
+    assert report.first is None
+    assert [x.path for x in report.modules] == [""]
+    assert compare(layer, program, jnp.ones(4)).first is None
 
 
 def test_sharded_arguments_and_shards():

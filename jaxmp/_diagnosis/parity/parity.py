@@ -184,8 +184,8 @@ def named_values(fun: Callable[..., Any]) -> Callable[..., dict[str, np.ndarray]
         found = {}
         for place, slots in slots_of(program).items():
             for i, slot in enumerate(slots):
-                array, is_there = (x[slot.iteration] for x in seen[slot.source])
-                if is_there:
+                array = seen[slot.source].at(slot.iteration)
+                if array is not None:
                     is_narrow = array.dtype.kind == "V" or array.dtype.itemsize < 2
                     is_narrow = is_narrow and jnp.issubdtype(array.dtype, jnp.floating)
                     array = array.astype(np.float32) if is_narrow else array
@@ -253,37 +253,30 @@ class Comparison:
         slots = slots_of(first) if stored is None else slots_of_stored(stored)
         self.pairs = pairs = Pairs(slots, self.program, names)
         if not pairs.slots:
-            raise ValueError(_nothing(pairs, [first] * (stored is None)))
-        # Of each value of the reference one crossing is enough.
-        self.one: dict[Any, int] = {}
+            raise ValueError(_nothing(pairs, programs))
         self.theirs: list[dict[int, Seen]] = []  # as it runs, and for each draw
         if stored is None:
-            for slot in pairs.slots.values():
-                self.one.setdefault(slot.value[0], slot.source)
-            types = {i: first.crossings[i].type.dtype for i in self.one.values()}
-            run = first.compiled(types)
+            run = first.compiled({x.source: x.dtype for x in pairs.slots.values()})
             self.theirs = [run(FREE)]
             self.theirs += [run(draw, self.theirs[0]) for draw in DRAWS]
         given = {number: self._given(number) for number, _ in pairs.slots}
         run = self.program.compiled({i: x.array.dtype for i, x in given.items()})
         self.free, self.forced = run(FREE), run(FORCED, given)
         self.draws = [run(draw, given) for draw in DRAWS]
-        self.results = [
-            x.results() for x in (*[first] * (stored is None), self.program)
-        ]
+        self.errors = {key: self._errors(key) for key in pairs.slots}
+        self.results = [x.results() for x in programs]
 
-    def _value(self, slot: Slot, run: int = 0) -> Any:
-        """Returns a value of the reference, None where it was not computed."""
+    def _values(self, slot: Slot) -> list[Any]:
+        """Returns a value of the reference in each run, None where there is none."""
         if not self.theirs:
-            return slot.source
-        seen = self.theirs[run][self.one[slot.value[0]]]
-        return seen.array[slot.iteration] if seen.is_there[slot.iteration] else None
+            return [slot.source]
+        return [x[slot.source].at(slot.iteration) for x in self.theirs]
 
     def _given(self, number: int) -> Seen:
         """Returns the values of the reference at a crossing."""
         x, slots = self.program.crossings[number], self.pairs.slots
-        found = {i: slots.get((number, i)) for i in np.ndindex(x.loops)}
-        found = {i: self._value(slot) for i, slot in found.items() if slot is not None}
+        keys = [(number, i) for i in np.ndindex(x.loops) if (number, i) in slots]
+        found = {i: self._values(slots[number, i])[0] for _, i in keys}
         found = {i: value for i, value in found.items() if value is not None}
         dtype = np.result_type(*[y.dtype for y in found.values()] or [x.type.dtype])
         given = np.zeros((*x.loops, *x.type.shape), dtype), np.zeros(x.loops, bool)
@@ -318,7 +311,7 @@ class Comparison:
         """Yields a row for each value that was compared, in order."""
         crossings, paths = self.program.crossings, self.pairs.paths
         for number, index in sorted(self.pairs.slots, key=self._order):
-            x, found = crossings[number], self._errors(number, index)
+            x, found = crossings[number], self.errors[number, index]
             if found is not None:
                 free, added, typical = found
                 path = whole = path_at(x.blamed.path, index)
@@ -341,19 +334,18 @@ class Comparison:
         loops = (n for pair in zip(x.order, key[1], strict=False) for n in pair)
         return (*loops, *x.order[len(key[1]) :])
 
-    def _errors(self, number: int, index: Any) -> tuple[float, float, float] | None:
+    def _errors(self, key: Key) -> tuple[float, float, float] | None:
         """Returns the errors of a pair: as it runs, what is added, and by rounding."""
-        theirs = self._value(slot := self.pairs.slots[number, index])
-        runs = [x[number] for x in (self.free, self.forced, *self.draws)]
-        if theirs is None or not all(x.is_there[index] for x in runs):
+        number, index = key
+        ours = [x[number].at(index) for x in (self.free, self.forced, *self.draws)]
+        values = self._values(self.pairs.slots[key])
+        if any(x is None for x in (*ours, *values)):
             return None
-        free, forced, *draws = (x.array[index] for x in runs)
+        (free, forced, *draws), (theirs, *moved) = ours, values
         size = _size(theirs)
         own = max(_apart(x, forced) for x in draws)
-        other = own  # of what was stored nobody knows
-        if self.theirs:
-            values = [self._value(slot, i + 1) for i in range(len(DRAWS))]
-            other = max(_apart(x, theirs) for x in values)
+        # Of what was stored nobody knows.
+        other = max((_apart(x, theirs) for x in moved), default=own)
         typical = float(np.hypot(own, other))
         if jnp.issubdtype(forced.dtype, jnp.inexact):
             eps = [jnp.finfo(x.dtype).eps for x in (forced, theirs)]
@@ -363,55 +355,41 @@ class Comparison:
 
     def _handed(self, call: Any, index: Any) -> float:
         """Returns the largest error of what goes into a call."""
-        found = [0.0]
-        for x in self.program.crossings.values():
-            if x.kind == IN and x.call == call:
-                key = x.number, index[: len(x.loops)]
-                key = self.pairs.alias.get(key, key)
-                if (slot := self.pairs.slots.get(key)) is not None:
-                    theirs, seen = self._value(slot), self.free[key[0]]
-                    if theirs is not None and seen.is_there[key[1]]:
-                        away = _apart(seen.array[key[1]], theirs)
-                        found.append(_relative(away, _size(theirs)))
-        return max(found)
+        every = self.program.crossings.values()
+        ins = (x for x in every if x.kind == IN and x.call == call)
+        keys = [(x.number, index[: len(x.loops)]) for x in ins]
+        found = [self.errors.get(self.pairs.alias.get(key, key)) for key in keys]
+        return max((x[0] for x in found if x is not None), default=0.0)
 
     def _outputs(self, log_probs: bool, band: float) -> Iterator[OutputParity]:
         """Yields how far results are apart, as ``jax.jit`` computes them."""
         for name, (their, slot) in self.pairs.results.items():
             x = self.results[0][their] if self.theirs else slot.source
             y = self.results[-1][name]
-            if not jnp.issubdtype(x.dtype, jnp.inexact):
-                share = float(np.mean(x != y)) if x.size else 0.0
-                far = share**0.5, float(share > 0), share
-                yield OutputParity(name, x.size, share, *far)
-                continue
-            x, y = _wide(x), _wide(y)
-            with np.errstate(invalid="ignore"):  # of infinities
-                same = (x == y) | (np.isnan(x) & np.isnan(y))
-                apart = np.where(same, 0, np.abs(y - x))
-                apart[np.isnan(apart)] = np.inf
-            size = max(x.size, 1) ** 0.5
-            far = apart > band * _size(x) / size
+            is_exact = not jnp.issubdtype(x.dtype, jnp.inexact)
+            apart, size = _differences(y, x), max(x.size, 1) ** 0.5
+            far = apart > (0 if is_exact else band * _size(x) / size)
             by_token = None
-            if log_probs and x.ndim:
+            if log_probs and x.ndim and not is_exact:
                 with np.errstate(invalid="ignore", over="ignore"):
-                    far = ~same & ~(np.abs(np.expm1(y - x)) <= band)
+                    ratios = np.expm1(_wide(y) - _wide(x))
+                    far = (apart > 0) & ~(np.abs(ratios) <= band)
                 squares = np.mean(apart**2, axis=tuple(range(x.ndim - 1)))
                 by_token = tuple(map(float, np.sqrt(squares)))
+            outside = float(np.mean(far)) if x.size else 0.0
             yield OutputParity(
                 name=name,
                 size=x.size,
-                error=_relative(_apart(y, x), _size(x)),
+                error=outside if is_exact else _relative(_apart(y, x), _size(x)),
                 rms=_apart(y, x) / size,
                 largest=float(np.max(apart, initial=0)),
-                outside=float(np.mean(far)) if x.size else 0.0,
+                outside=outside,
                 by_token=by_token,
             )
 
 
-def _nothing(pairs: Pairs, first: list[Compared]) -> str:
+def _nothing(pairs: Pairs, programs: Sequence[Compared]) -> str:
     """Returns what to say of programs of which nothing can be compared."""
-    programs = (*first, pairs.program)
     results = [
         ", ".join(
             f"{x.type.dtype}{[*x.type.shape]}"
@@ -438,17 +416,14 @@ def _value_of(x: Crossing, index: Any) -> str:
     return f"what goes into `{name}`" if x.kind == IN else "its output"
 
 
-def _merged(rows: Sequence[ModuleParity]) -> Iterator[ModuleParity]:
-    """Yields a row for each module, that of the value which is furthest off."""
-    by_path: dict[str, list[ModuleParity]] = {}
+def _merged(rows: Sequence[ModuleParity]) -> list[ModuleParity]:
+    """Returns a row for each module: the first that differs, or is furthest off."""
+    best: dict[str, ModuleParity] = {}
     for x in rows:
-        by_path.setdefault(x.path, []).append(x)
-    found = [
-        next((x for x in same if x.differs), max(same, key=lambda x: x.added))
-        for same in by_path.values()
-    ]
-    places = {id(x): i for i, x in enumerate(rows)}
-    yield from sorted(found, key=lambda x: places[id(x)])
+        y = best.setdefault(x.path, x)
+        if not y.differs and (x.differs or x.added > y.added):
+            best[x.path] = x
+    return [x for x in rows if best[x.path] is x]
 
 
 def _wide(x: Any) -> Any:
@@ -463,15 +438,23 @@ def _size(x: Any) -> float:
     return float(np.linalg.norm(x[np.isfinite(x)]))
 
 
-def _apart(x: Any, y: Any) -> float:
-    """Returns the norm of a difference, ``inf`` where one of them is not finite."""
+def _differences(x: Any, y: Any) -> Any:
+    """Returns how far numbers are apart, ``inf`` where one of them is not finite.
+
+    Integers that differ are 1 apart.
+    """
     if not jnp.issubdtype(y.dtype, jnp.inexact):
-        return float(np.sum(x != y)) ** 0.5
+        return (x != y).astype(float)
     x, y = _wide(x), _wide(y)
-    finite = np.isfinite(y)
-    if not np.array_equal(finite, np.isfinite(x)):
-        return np.inf
-    return float(np.linalg.norm(x[finite] - y[finite]))
+    is_same = (x == y) | (np.isnan(x) & np.isnan(y))
+    with np.errstate(invalid="ignore"):  # of infinities
+        apart = np.where(is_same, 0, np.abs(x - y))
+    return np.where(np.isnan(apart), np.inf, apart)
+
+
+def _apart(x: Any, y: Any) -> float:
+    """Returns the norm of a difference."""
+    return float(np.linalg.norm(_differences(x, y)))
 
 
 def _relative(away: float, size: float) -> float:

@@ -75,6 +75,10 @@ class Seen(NamedTuple):
     array: Any
     is_there: Any  # bool: whether it was computed, or is given
 
+    def at(self, iteration: tuple[int, ...]) -> Any:
+        """Returns the value of an iteration, None where there is none."""
+        return self.array[iteration] if self.is_there[iteration] else None
+
 
 class Found(NamedTuple):
     """An array, and where it was computed."""
@@ -116,7 +120,6 @@ class Compared:
         self.platform = platform_of(self.arrays)
         self.products = _products_on(device or jax.devices(self.platform)[0])
         self.crossings: dict[int, Crossing] = {}
-        self.bodies: list[range] = []  # of each, the numbers of the crossings in it
         _jaxpr.trace(lambda *arrays: self._replayed(FREE, {}, arrays), self.arrays)
 
     def results(self) -> dict[str, np.ndarray]:
@@ -152,7 +155,7 @@ class Compared:
         outs = named.run(self.jaxpr, [*map(named.constant, arrays)], self.around)
         for name, x in zip(self.names, outs, strict=True):
             named.step(RESULT, Call(()), named.crossed(x, ()), name)
-        self.crossings, self.bodies = trace.crossings, trace.bodies
+        self.crossings = trace.crossings
         return named.found
 
 
@@ -168,8 +171,7 @@ class _Trace:
     """What all replays of one trace have in common."""
 
     def __init__(self, program: Compared):
-        self.program, self.before = program, program.bodies
-        self.crossings, self.bodies = dict[int, Crossing](), list[range]()
+        self.program, self.crossings = program, dict[int, Crossing]()
         self.uids, self.bits = itertools.count(), itertools.count()
         self.visits: collections.Counter[tuple[str, ...]] = collections.Counter()
 
@@ -204,8 +206,7 @@ class Named(Replay):
         self.next = around  # around the next body
         self._open: dict[Any, Call] = {}  # the last call by its path and what is around
         self._steps: dict[Any, Found] = {}
-        self._body, self._is_new = len(trace.bodies), True
-        trace.bodies.append(range(0))
+        self._is_new = True
 
     # What the replay asks for.
 
@@ -219,20 +220,19 @@ class Named(Replay):
         return self.constant(literal.val)._replace(moved=True)
 
     def inside(self, scalars: Any, axes: tuple[Any, ...]) -> Named:
-        return Named(self.trace, self.given, scalars, axes, self.next)
+        given = {} if self.next.is_quiet else self.given
+        return Named(self.trace, given, scalars, axes, self.next)
 
     def beside(self) -> dict[int, Seen]:
-        # The first trace, which finds the crossings, is given nothing.
-        numbers = self.trace.before[self._body] if self.given else ()
-        return {i: self.given[i] for i in numbers if i in self.given}
+        order, known = self.around.order, self.trace.program.crossings
+        here = (i for i in self.given if known[i].order[: len(order)] == order)
+        return {i: self.given[i] for i in here}
 
     def take(self, beside: Any) -> None:
         if isinstance(beside, dict):
             self.given = beside
 
     def seen(self) -> dict[int, Seen]:
-        first = self.trace.bodies[self._body].start
-        self.trace.bodies[self._body] = range(first, len(self.trace.crossings))
         return self.found
 
     def results(
@@ -248,9 +248,6 @@ class Named(Replay):
 
     def run(self, jaxpr: Any, values: Sequence[Any], around: Place) -> list[Any]:
         is_body, self._is_new = self._is_new, False
-        if is_body:
-            first = len(self.trace.crossings)
-            self.trace.bodies[self._body] = range(first, first)
         outs = super().run(jaxpr, values, around)
         if not is_body:
             return outs
