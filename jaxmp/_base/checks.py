@@ -26,6 +26,7 @@ F = TypeVar("F", bound=Callable)
 # A class of JAX, and so a function to Python.
 _DTYPES = jnp.float16, jnp.bfloat16, jnp.float32
 _FLOAT32 = np.finfo(np.float32)
+_POWER_OF_TWO = "Pass a power of two such as 2.0**15."
 _CALL_IT = "The arguments of the function go to what is returned."
 
 
@@ -81,10 +82,10 @@ def plain_array(x: Any) -> Any:
     return value if isinstance(value, jax.ShapeDtypeStruct) else x[...]
 
 
-def check_positive(name: str, value: Any) -> None:
+def check_positive(name: str, value: Any, cure: str = _POWER_OF_TWO) -> None:
     """Raises unless a number is a positive normal float32, as far as it is known."""
-    must, cure = "be finite and positive", "Pass a power of two such as 2.0**15."
-    check_limits(name, value, (float(_FLOAT32.tiny), float(_FLOAT32.max)), must, cure)
+    limits = float(_FLOAT32.tiny), float(_FLOAT32.max)
+    check_limits(name, value, limits, "be finite and positive", cure)
 
 
 def check_limits(

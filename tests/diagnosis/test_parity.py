@@ -394,6 +394,24 @@ def test_without_common_names_results_are_compared_and_the_report_lists_the_name
     assert "in no module" in str(report)
 
 
+def test_a_report_without_a_difference_lists_the_modules_that_one_program_has():
+    def other(w, x):
+        with jax.named_scope("mine"):
+            x = layer(w[0], x, 1.0)
+        for i in (1, 2):
+            with jax.named_scope(f"layer_{i}"):
+                x = layer(w[i], x, 1.0)
+        return x
+
+    report = compare(unrolled, other, W, X)
+    assert report.first is None
+    assert str(report).splitlines()[:3] == [
+        "No module adds more than rounding explains.",
+        "  in the reference alone: `layer_0/dense`, `layer_0/act`, `layer_0`",
+        "  in the second alone: `mine/dense`, `mine/act`, `mine`",
+    ]
+
+
 def test_nothing_in_common_is_refused_with_the_names_of_both():
     def other(w, x):
         with jax.named_scope("mine"):
@@ -454,6 +472,8 @@ def test_without_inputs_a_line_before_a_module_counts_as_one_of_it():
 def test_two_sets_of_arrays_are_refused():
     with pytest.raises(TypeError, match="needs a function to compare"):
         jaxmp.parity({}, {})
+    with pytest.raises(ValueError, match=r"but is -1\. Pass for example `band=0\.01"):
+        jaxmp.parity(unrolled, unrolled, band=-1)
     with pytest.raises(TypeError, match="`names` must be a dict of paths"):
         jaxmp.parity(unrolled, unrolled, names=["layer_0"])
     with pytest.raises(TypeError, match="under 'layer_0' there is a list of 1"):

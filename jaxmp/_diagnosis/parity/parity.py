@@ -222,7 +222,7 @@ def _check(names: Any, band: Any) -> None:
             "`names` must be a dict of paths, but is "
             f'{describe(names)}. Pass for example `names={{"h/0": "block_0"}}`.'
         )
-    check_positive("band", band)
+    check_positive("band", band, "Pass for example `band=0.01`.")
 
 
 def _devices(devices: Sequence[Any] | None, count: int) -> list[Any]:

@@ -157,23 +157,24 @@ class ParityReport:
     def __str__(self) -> str:
         """Renders a table of at most 80 columns, the verdict first."""
         return "\n".join(
-            paragraphs(_verdict(self), _results(self), _table(self), notes(self))
+            paragraphs(
+                [*_verdict(self.first, len(self.modules)), *_unpaired(self)],
+                _results(self),
+                _table(self),
+                notes(self),
+            )
         )
 
     _repr_html_ = as_html
 
 
-def _verdict(report: ParityReport) -> Iterator[str]:
-    first = report.first
+def _verdict(first: ModuleParity | None, count: int) -> Iterator[str]:
     if first is None:
-        which = "No module adds" if len(report.modules) > 1 else "Nothing is off by"
+        which = "No module adds" if count > 1 else "Nothing is off by"
         yield from wrapped(f"{which} more than rounding explains.")
         return
-    who = (
-        f"`{first.path}` is the first that differs"
-        if first.path
-        else ("The lines outside of all modules are the first that differ")
-    )
+    who = "The lines outside of all modules are the first that differ"
+    who = f"`{first.path}` is the first that differs" if first.path else who
     is_named = first.path and not first.reference.endswith(first.path)
     other = f" (`{first.reference}` in the reference)" if is_named else ""
     yield from wrapped(
@@ -183,10 +184,18 @@ def _verdict(report: ParityReport) -> Iterator[str]:
     )
     if first.where:
         yield from wrapped(f"computed at {short_line(first.where)}", "  ", "    ")
-    sides = ("the reference", report.reference_only, first.reference)
-    for side, paths, path in (sides, ("the second", report.other_only, first.path)):
+
+
+def _unpaired(report: ParityReport) -> Iterator[str]:
+    """Lists the modules that are in one program alone, of those in the first."""
+    if not any(x.path for x in report.modules):
+        return  # of which a note speaks
+    first = report.first
+    ours, theirs = (first.path, first.reference) if first else ("", "")
+    sides = ("the reference", report.reference_only, theirs)
+    for side, paths, path in (sides, ("the second", report.other_only, ours)):
         inside = [f"`{x}`" for x in paths if x.startswith(f"{path}/" * bool(path))]
-        if inside and report.modules:
+        if inside:
             text = f"in {side} alone: {', '.join(inside[:3])}"
             rest = f" and {len(inside) - 3} more" if len(inside) > 3 else ""
             yield from wrapped(text + rest, "  ", "    ")
