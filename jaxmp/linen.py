@@ -19,6 +19,7 @@ from ._base.policy import PolicyLike, casting_policy
 from ._base.tree import cast_tree, is_floating_array, path_name
 from ._devices.gather import gather as _gather
 from ._diagnosis.activations import activation_gradients as _activation_gradients
+from ._diagnosis.text import PASS_THE_LOSS
 from ._gradients.grad import cast_around as _cast_around
 from ._names import missing, not_installed
 
@@ -343,7 +344,7 @@ def activation_gradients(
         "jaxmp.linen.activation_gradients",
         fun,
         "activation_gradients(loss_fn)",
-        "Pass the loss, a function that calls `model.apply(params, x)`.",
+        PASS_THE_LOSS,
     )
 
     @functools.wraps(fun, updated=())

@@ -25,7 +25,7 @@ F = TypeVar("F", bound=Callable)
 
 # A class of JAX, and so a function to Python.
 _DTYPES = jnp.float16, jnp.bfloat16, jnp.float32
-_FLOAT32 = np.finfo(np.float32)
+_POSITIVE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 _POWER_OF_TWO = "Pass a power of two such as 2.0**15."
 _CALL_IT = "The arguments of the function go to what is returned."
 
@@ -84,8 +84,7 @@ def plain_array(x: Any) -> Any:
 
 def check_positive(name: str, value: Any, cure: str = _POWER_OF_TWO) -> None:
     """Raises unless a number is a positive normal float32, as far as it is known."""
-    limits = float(_FLOAT32.tiny), float(_FLOAT32.max)
-    check_limits(name, value, limits, "be finite and positive", cure)
+    check_limits(name, value, _POSITIVE, "be finite and positive", cure)
 
 
 def check_limits(

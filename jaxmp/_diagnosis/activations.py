@@ -23,6 +23,7 @@ from .._jaxprs.jaxpr import (
 from .._jaxprs.replay import where_written
 from .._ops.table import given_name
 from .._training.loss_scale_state import scale_in
+from .text import PASS_THE_LOSS
 
 P = ParamSpec("P")
 _CALLS = ("jit", "remat")  # what runs once as it stands
@@ -80,10 +81,7 @@ def activation_gradients(
         the histogram of such gradients, https://arxiv.org/abs/1710.03740.
     """
     check_function(
-        "activation_gradients",
-        fun,
-        "activation_gradients(loss_fn)",
-        "Pass the loss, a function that calls `model.apply(params, x)`.",
+        "activation_gradients", fun, "activation_gradients(loss_fn)", PASS_THE_LOSS
     )
     scale = as_scale(scale_in(loss_scale))
 

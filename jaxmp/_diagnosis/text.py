@@ -10,6 +10,8 @@ from .._jaxprs.places import short_line
 
 F = TypeVar("F", bound=Callable)
 WIDTH = 80
+# For those who pass a model in the place of a function.
+PASS_THE_LOSS = "Pass the loss, a function that calls `model.apply(params, x)`."
 
 
 def as_lists(x: Any) -> Any:

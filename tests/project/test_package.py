@@ -48,7 +48,7 @@ HOUSES = {
     "devices": ("_devices", 860),
     "engine": ("_jaxprs _ops _attention _head _autocast", 10_427),
     "residuals": ("_residuals", 790),
-    "tools": ("_compiled _diagnosis", 9_635),
+    "tools": ("_compiled _diagnosis", 9_601),
 }
 CORE = {"_base", "_training", "_gradients"}
 LATER = "_base.later"

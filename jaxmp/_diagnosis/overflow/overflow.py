@@ -28,7 +28,7 @@ from ..._jaxprs.places import Place, caller
 from ..._jaxprs.scopes import FLOAT8_SCALED
 from ..._ops.table import is_exact
 from ..numbers import LostNumber, Numbers
-from ..text import uncalled
+from ..text import PASS_THE_LOSS, uncalled
 from ..wide_replay import platform_of
 from .advice import advice
 from .limits import Limit, Limits
@@ -86,12 +86,7 @@ def find_overflow(fun: Callable[P, Any]) -> Callable[P, OverflowReport]:
         >>> jaxmp.find_overflow(loss)(w, x).first is None
         True
     """
-    check_function(
-        "find_overflow",
-        fun,
-        "find_overflow(fun)",
-        "Pass the loss, a function that calls `model.apply(params, x)`.",
-    )
+    check_function("find_overflow", fun, "find_overflow(fun)", PASS_THE_LOSS)
 
     @functools.wraps(fun, updated=())
     def searched(*args: P.args, **kwargs: P.kwargs) -> OverflowReport:

@@ -42,6 +42,7 @@ from .program import (
 )
 from .report import ModuleParity, OutputParity, ParityReport
 
+_PASS_IT = "Pass a function that calls `model.apply(params, x)`."
 Arrays = Mapping[str, Any] | str | os.PathLike[str]
 
 
@@ -124,12 +125,7 @@ def parity(
             "`jaxmp.parity(arrays, f)(*args)`."
         )
     for fun in functions:
-        check_function(
-            "parity",
-            fun,
-            "parity(f, g)",
-            "Pass a function that calls `model.apply(params, x)`.",
-        )
+        check_function("parity", fun, "parity(f, g)", _PASS_IT)
     stored = next((x for x in given if x is not None), None)
     places = _devices(devices, len(functions))
 
@@ -169,12 +165,7 @@ def named_values(fun: Callable[..., Any]) -> Callable[..., dict[str, np.ndarray]
         >>> jaxmp.parity(values, model)(jnp.ones(3)).first is None
         True
     """
-    check_function(
-        "named_values",
-        fun,
-        "named_values(f)",
-        "Pass a function that calls `model.apply(params, x)`.",
-    )
+    check_function("named_values", fun, "named_values(f)", _PASS_IT)
 
     @functools.wraps(fun, updated=())
     def named(*args: Any, **kwargs: Any) -> dict[str, np.ndarray]:

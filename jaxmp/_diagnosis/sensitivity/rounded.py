@@ -22,6 +22,7 @@ from jax import lax
 from ..._base.dtypes import is_narrow
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, is_inexact
+from ..._jaxprs.places import Place
 from ..._jaxprs.scopes import (
     FLOAT8_PRODUCT,
     FLOAT8_SCALED,
@@ -96,9 +97,13 @@ class Readers:
         self._walk = walk
         walk.through(jaxpr, [0] * len(_jaxpr.out_avals(jaxpr)))
 
-    def of(self, eqn: Equation, module: str, part: str) -> tuple[int, int]:
+    def part_of(self, place: Place) -> str:
+        return part_of(place.scopes, self.depth)
+
+    def of(self, eqn: Equation, place: Place) -> tuple[int, int]:
         """Returns who decides in which digits ``eqn`` reads, and returns, as bits."""
-        own, after = self._bit(part), self._of[id(eqn), module]
+        part, after = self.part_of(place), self._of[id(eqn), place.module]
+        own = self._bit(part)
         reads = own | (after if _is_in_16_bits(eqn) else 0)
         casts_for_others = is_rounding(eqn) and not part
         return reads, (0 if casts_for_others and after else own) | after

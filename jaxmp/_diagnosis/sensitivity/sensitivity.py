@@ -33,7 +33,7 @@ from ..._ops.lists import DEFAULT_OPS, OpLists
 from ..._ops.precision import FLOAT32_PRODUCTS, Float32Products
 from ..._residuals.eight_bits import FEW, Format, check_format
 from ..numbers import Numbers
-from ..text import uncalled
+from ..text import PASS_THE_LOSS, uncalled
 from .report import SensitivityReport
 from .rounded import marking
 from .search import Search, progress_bar
@@ -121,12 +121,7 @@ def sensitivity(
         >>> report.float32_paths
         ('features',)
     """
-    check_function(
-        "sensitivity",
-        fun,
-        "sensitivity(fun, policy)",
-        "Pass the loss, a function that calls `model.apply(params, x)`.",
-    )
+    check_function("sensitivity", fun, "sensitivity(fun, policy)", PASS_THE_LOSS)
     is_name = isinstance(float32_matmuls, str)
     if float32_matmuls is not None and not (
         is_name and float32_matmuls in FLOAT32_PRODUCTS

@@ -44,7 +44,6 @@ from .rounded import (
     is_float8,
     is_marked,
     is_product,
-    part_of,
     rounded,
 )
 
@@ -97,7 +96,7 @@ class Program:
             float32_matmuls: What a device makes of float32 products without a
                 precision. The switch of their module is for that, too.
         """
-        self.jaxpr, self.around, self.depth = jaxpr, around, depth
+        self.jaxpr, self.around = jaxpr, around
         self.numbers = numbers or Numbers(jaxpr, lambda: None, around)
         self.platform = platform_of(arrays)
         self.float32_matmuls = float32_matmuls
@@ -114,7 +113,7 @@ class Program:
         for eqn, place in equations(
             jaxpr, around, lambda eqn: frame.bodies(eqn) if is_call(eqn) else []
         ):
-            part = self.part_of(place)
+            part = self.readers.part_of(place)
             if is_float8(eqn, place.scopes):
                 self.dtypes.add(np.dtype(FLOAT8).name)
                 eight.add(part)
@@ -152,7 +151,7 @@ class Program:
     def _narrow(self, eqn: Equation, place: Place) -> Iterator[tuple[np.dtype, int]]:
         """Yields the 16 bits to which an equation rounds, and who decides it."""
         narrow = [x.aval.dtype for x in eqn.invars if is_narrow(x.aval)]
-        reads, made = self.readers.of(eqn, place.module, self.part_of(place))
+        reads, made = self.readers.of(eqn, place)
         if not hands_on(eqn):
             yield from ((dtype, reads) for dtype in narrow)
         if not (hands_on(eqn) and narrow):
@@ -174,7 +173,9 @@ class Program:
         Returns:
             Its results, float32 where they were 16-bit.
         """
-        return _Frame(self, jnp.asarray(switches)).outputs(arrays)
+        frame = _Frame(self, jnp.asarray(switches))
+        values = [*map(frame.constant, arrays)]
+        return [x.array for x in frame.run(self.jaxpr, values, self.around)]
 
     def all_on(self, *arrays: Any) -> list[Any]:
         """Replays it with all of its switches on."""
@@ -185,9 +186,6 @@ class Program:
         if self.float32_matmuls is None or not is_of_float32(eqn):
             return False
         return eqn.params["precision"] is None and multiplies_matrices(eqn)
-
-    def part_of(self, place: Place) -> str:
-        return part_of(place.scopes, self.depth)
 
 
 class _Frame(WideReplay):
@@ -223,10 +221,6 @@ class _Frame(WideReplay):
             return None
         return Switched(np.float32(lost.written), is_lost=True)
 
-    def outputs(self, arrays: Sequence[Any]) -> list[Any]:
-        values, program = [*map(self.constant, arrays)], self.program
-        return [x.array for x in self.run(program.jaxpr, values, program.around)]
-
     def constant(self, array: Any) -> Switched:
         return Switched(widened(array), by=0)
 
@@ -239,7 +233,7 @@ class _Frame(WideReplay):
         (body,) = _jaxpr.sub_jaxprs(eqn)
         inside = equations(body, place)
         product = next(inner for inner, _ in inside if is_product(inner))
-        reads, made = self._by(eqn, place)
+        reads, made = self.program.readers.of(eqn, place)
         operands = [
             self.rounded(self._read(x, var, reads), reads, FLOAT8, "scaled")
             for x, var in zip(ins, eqn.invars, strict=True)
@@ -252,14 +246,14 @@ class _Frame(WideReplay):
         self, eqn: Equation, ins: list[Switched], place: Place
     ) -> list[Switched]:
         """Applies an equation, which rounds where the parts that decide it are on."""
+        readers = self.program.readers
+        reads, made = readers.of(eqn, place)
         if is_marked(eqn):
             by, dtype, form = (eqn.params[x] for x in ("by", "dtype", "form"))
             # What is read of it has as many bits as what was stored.
-            known = ins[0].by
-            made = self._by(eqn, place)[1] if known is None else known
+            made = made if ins[0].by is None else ins[0].by
             x = self.rounded(ins[0].array, by, dtype, form)
             return self._made(eqn, [x], made)
-        reads, made = self._by(eqn, place)
         if hands_on(eqn):
             return self._handed_on(eqn, ins, place, made)
         arrays = [x.array for x in ins]
@@ -276,7 +270,7 @@ class _Frame(WideReplay):
             )
         if self.program.rounds_operands(eqn):
             kind: Any = self.program.float32_matmuls
-            on = self.on([self.program.part_of(place)])
+            on = self.on([readers.part_of(place)])
             arrays[:2] = [
                 jnp.where(on, rounded_by_device(x, kind), x)
                 for x in map(as_array, arrays[:2])
@@ -284,10 +278,6 @@ class _Frame(WideReplay):
         if is_product(eqn) and is_narrow(eqn.invars[0].aval):
             eqn = with_precision(eqn, _HIGHEST)
         return self._made(eqn, bind_wide(eqn, arrays), made)
-
-    def _by(self, eqn: Equation, place: Place) -> tuple[int, int]:
-        program = self.program
-        return program.readers.of(eqn, place.module, program.part_of(place))
 
     def _handed_on(
         self, eqn: Equation, ins: list[Switched], place: Place, made: int
