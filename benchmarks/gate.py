@@ -16,8 +16,8 @@ import jaxmp
 
 from . import attention, fp8, memory
 from .counting import targets
-from .counting.results import Table
-from .counting.steps import AUTOCAST, FLOOR, contestant
+from .counting.results import Table, by_form
+from .counting.steps import AUTOCAST, FLOOR, SKIPPING, contestant
 from .machinery import count
 from .networks.basic import gpt, mlp, resnet, sequence_model
 from .networks.families import Recurrent
@@ -86,7 +86,7 @@ def gate() -> Iterator[Check]:
     for name, contestant_name, accum_steps in STEPS:
         step = f"{name}, {contestant_name}, {accum_steps} micro-batches"
         found = measured(name, contestant_name, accum_steps)
-        yield from checks(step, found, floor(name, accum_steps))
+        yield from checks(step, found)
     for name in memory.VARIANTS:
         yield from narrow_checks(name)
     for form in fp8.FORMS:
@@ -96,13 +96,12 @@ def gate() -> Iterator[Check]:
 
 def attention_checks() -> Iterator[Check]:
     """Yields what must hold of attention by cuDNN, which need not be installed."""
-    rows = list(attention.compared({"gpt": NETWORKS["gpt"]}, "bfloat16"))
-    for share, what, limit in zip(
-        attention.shares(rows)["gpt"],
-        ("bytes", "temporary memory"),
-        FUSED,
-        strict=True,
+    rows = attention.compared({"gpt": NETWORKS["gpt"]}, "bfloat16")
+    forms = by_form(rows)["gpt"]
+    for key, what, limit in zip(
+        ("bytes", "temp"), ("bytes", "temporary memory"), FUSED, strict=True
     ):
+        share = forms["fused"][key] / forms["written"][key]
         step = "gpt, attention by cuDNN"
         yield Check(step, f"{what}, of those written out", share, limit)
 
@@ -120,7 +119,7 @@ def fp8_checks(name: str, decoder: fp8.Decoder = DECODER) -> Iterator[Check]:
     # Of one this small, the numbers that scales are found from are many. What is
     # computed again finds them again, from weights that bfloat16 has rounded once.
     share = found["bytes"] / floor["bytes"]
-    limit = 1.21
+    limit = 1.25
     yield Check(step, "bytes, of those in bfloat16", share, limit)
 
 
@@ -132,9 +131,9 @@ def narrow_checks(name: str) -> Iterator[Check]:
 
 
 @functools.cache
-def floor(name: str, accum_steps: int) -> dict[str, Any]:
-    """Counts in the hand-written step of a network, once."""
-    return measured(name, FLOOR, accum_steps)
+def floor(name: str, accum_steps: int, form: str = FLOOR) -> dict[str, Any]:
+    """Counts in a hand-written step of a network, once."""
+    return measured(name, form, accum_steps)
 
 
 def measured(name: str, contestant_name: str, accum_steps: int) -> dict[str, Any]:
@@ -148,31 +147,31 @@ def measured(name: str, contestant_name: str, accum_steps: int) -> dict[str, Any
     return which | count(step, NETWORKS[name])
 
 
-def checks(step: str, found: dict[str, Any], floor: dict[str, Any]) -> Iterator[Check]:
+def checks(step: str, found: dict[str, Any]) -> Iterator[Check]:
     """Yields what must hold of a step.
 
     Args:
         step: Its name.
         found: What :func:`measured` counted in it.
-        floor: The same of the hand-written step.
     """
-    n = floor["parameters"]
+    which = found["network"], found["accum_steps"]
+    least = floor(*which)
+    n = least["parameters"]
     wide = sum(k for kind, k in found["products"].items() if _is_wide(kind))
     yield Check(step, "products of float32 operands", wide, 0)
     # `last_finite` is written and not read, so that JAX drops it from the arguments.
     yield Check(step, "bytes not donated", found["state"] - found["aliased"], 1)
-    copies = found["parameter_copies"] - floor["parameter_copies"]
+    copies = found["parameter_copies"] - least["parameter_copies"]
     yield Check(step, "more copies of a parameter", copies, 0)
-    memory = [x["temp"] - x["workspace"] for x in (found, floor)]
     if found["contestant"] == AUTOCAST:
         # It keeps float32 weight gradients on purpose: 6N, and all that an MLP has.
-        share = (found["bytes"] - 6 * n) / floor["bytes"]
+        share = (found["bytes"] - 6 * n) / least["bytes"]
         most, most_memory = MOST[found["network"]]
         yield Check(step, "bytes but for 6N", share, most)
-        if floor["bytes"] > 400 * n:
-            yield Check(step, "temporary memory", memory[0] / memory[1], most_memory)
+        if least["bytes"] > 400 * n:
+            yield Check(step, "temporary memory", memory_of(found, least), most_memory)
         return
-    more = (found["bytes"] - floor["bytes"]) / n
+    more = (found["bytes"] - least["bytes"]) / n
     if found["accum_steps"] == 1:
         # The check reads 16-bit gradients once more: 2N.
         yield Check(step, "more bytes, in N", more, 2.1)
@@ -180,9 +179,18 @@ def checks(step: str, found: dict[str, Any], floor: dict[str, Any]) -> Iterator[
         # It reads their float32 sums. Where weights are most of what moves, as in the
         # MLP, that alone is more than 1%.
         yield Check(step, "more bytes, in N", more, 4.1)
-        if floor["bytes"] > 400 * n:
-            yield Check(step, "bytes", found["bytes"] / floor["bytes"], 1.01)
-    yield Check(step, "temporary memory", memory[0] / memory[1], 1.02)
+        if least["bytes"] > 400 * n:
+            yield Check(step, "bytes", found["bytes"] / least["bytes"], 1.01)
+    # To skip a step takes some memory, on JAX 0.12 a sixth of a small network's, and
+    # each program is scheduled in its own way, which makes up to 2%.
+    share = memory_of(found, floor(*which, SKIPPING))
+    yield Check(step, "temporary memory", share, 1.03)
+
+
+def memory_of(found: dict[str, Any], of: dict[str, Any]) -> float:
+    """Returns the share of temporary memory, without the workspaces of libraries."""
+    memory, least = (x["temp"] - x["workspace"] for x in (found, of))
+    return memory / least
 
 
 def _is_wide(kind: str) -> bool:
