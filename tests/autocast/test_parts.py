@@ -99,6 +99,7 @@ def test_micro_batches_read_weights_that_were_rounded_once():
 
 # A law of each pass that fails without it.
 LAWS = {
+    # Without it a step of Gemma moves 1.11 times the bytes: bfloat16, for an H200.
     "scores": lambda: test_scores.test_scores_end_with_the_axis_that_is_read_last(
         "keys last", jax.jit
     ),
@@ -108,6 +109,7 @@ LAWS = {
     "loops": lambda: test_endings.test_loops_end_after_as_many_iterations(
         test_endings.fixed_point, "bfloat16"
     ),
+    # Without it one of an LSTM moves 1.78 times the bytes, of a GRU 1.44 times.
     "hoisting": lambda: test_hoisting.test_a_backward_scan_carries_no_weight_gradients(
         "simple", test_hoisting.BF16
     ),

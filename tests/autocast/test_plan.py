@@ -8,7 +8,7 @@ import numpy as np
 
 import jaxmp
 from jaxmp._autocast import needs
-from jaxmp._autocast.facts import GIVEN
+from jaxmp._autocast.facts import GIVEN, Facts, one_of
 from jaxmp._autocast.graph import Demand
 from jaxmp._autocast.plan import Planner
 from jaxmp._jaxprs import jaxpr as _jaxpr
@@ -54,3 +54,14 @@ def test_layers_that_share_a_jaxpr_are_planned_once():
     assert len(plan.steps) == 10
     # The first is given an argument, and the others what a layer has returned.
     assert len({*plan.plans()}) == 3
+
+
+def test_what_is_moved_from_one_of_several_has_the_facts_that_hold_of_each():
+    bfloat16, tangent = np.dtype(jnp.bfloat16), Facts(tangent=True)
+    given = Facts(bfloat16, given=True, stored=(1,), repeated=(0, 1))
+    computed = Facts(bfloat16, digits=True, repeated=(1,))
+    for pair in ([given, computed], [computed, given]):
+        assert one_of(pair) == Facts(bfloat16, stored=(), digits=True, repeated=(1,))
+    for pair in ([tangent, given], [given, tangent]):
+        assert one_of(pair) == Facts(tangent=True)
+    assert one_of([given]) is given
