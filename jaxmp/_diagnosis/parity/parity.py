@@ -153,7 +153,7 @@ def named_values(fun: Callable[..., Any]) -> Callable[..., dict[str, np.ndarray]
 
     Returns:
         A function of the arguments of ``fun`` that returns NumPy arrays; those of
-        16 and 8 bits as float32, which ``npz`` can store.
+        bfloat16 and 8 bits as float32, which ``npz`` can store.
 
     Examples:
         >>> def model(x):
@@ -221,8 +221,7 @@ def _devices(devices: Sequence[Any] | None, count: int) -> list[Any]:
     if devices is None:
         return [None] * count
     is_several = isinstance(devices, (tuple, list)) and len(devices) == count
-    kinds = (str, jax.Device)
-    if not is_several or not all(isinstance(x, kinds) for x in devices):
+    if not is_several or not all(isinstance(x, (str, jax.Device)) for x in devices):
         raise ValueError(
             f"`devices` must have one for each function, {count} of them, but is "
             f'{describe(devices)}. Pass for example `devices=("cpu", "gpu")`.'
@@ -359,6 +358,7 @@ class Comparison:
             y = self.results[-1][name]
             is_exact = not jnp.issubdtype(x.dtype, jnp.inexact)
             apart, size = _differences(y, x), max(x.size, 1) ** 0.5
+            away = float(np.linalg.norm(apart))
             far = apart > (0 if is_exact else band * _size(x) / size)
             by_token = None
             if log_probs and x.ndim and not is_exact:
@@ -371,8 +371,8 @@ class Comparison:
             yield OutputParity(
                 name=name,
                 size=x.size,
-                error=outside if is_exact else _relative(_apart(y, x), _size(x)),
-                rms=_apart(y, x) / size,
+                error=outside if is_exact else _relative(away, _size(x)),
+                rms=away / size,
                 largest=float(np.max(apart, initial=0)),
                 outside=outside,
                 by_token=by_token,
