@@ -445,6 +445,8 @@ def test_what_the_reports_name_of_planted_faults_was_counted():
     assert len(planted) == 8  # kinds
     assert f"in a known line of {programs} small random programs" in page
     assert f"the line of all {named}, and {fixed} agree with float32" in page
+    faults = words(ROOT / "docs/faults.md")
+    assert f"named all of {named} planted faults" in faults
     assert nothing["named"] == nothing["programs"]
     assert f"In {nothing['programs']} programs without a fault it names nothing" in page
 
