@@ -113,7 +113,7 @@ class Analysis:
         self._consumers: Any = weakref.WeakKeyDictionary()
         self._programs: Any = weakref.WeakKeyDictionary()
         self._marks: Any = weakref.WeakKeyDictionary()
-        # What equations return that are consumers of nothing.
+        # Equations that are consumers of nothing, and what they return.
         self._unread: set[Any] = set()
 
     # Classes, as the user has them.
@@ -197,14 +197,15 @@ class Analysis:
             return self
         new = copy.copy(self)
         new._start()
-        new._unread = {var for eqn in idle for var in eqn.outvars}
+        new._unread = {*idle, *(var for eqn in idle for var in eqn.outvars)}
         for owner, var, need in found:
             marks = new._marks.setdefault(owner, {})
             marks[var] = marks.get(var, needs.NOTHING) | need
         return new
 
     def _is_unread(self, eqn: Equation) -> bool:
-        return bool(eqn.outvars) and self._unread.issuperset(eqn.outvars)
+        written_anew = bool(eqn.outvars) and self._unread.issuperset(eqn.outvars)
+        return eqn in self._unread or written_anew
 
     def consumers(self, jaxpr: Any, demand: Demand, scopes: Scopes = ()) -> Consumers:
         """Returns who reads the values of a jaxpr.
@@ -274,23 +275,14 @@ class Analysis:
         """Returns the equations of a jaxpr as rewritten, and what they alone say."""
         memo, key = self._programs.setdefault(jaxpr, {}), self.relevant(scopes)
         if key not in memo:
-            eqns, idle = self._without_unread(_jaxpr.open_jaxpr(jaxpr).eqns)
+            eqns: Sequence[Equation] = _jaxpr.open_jaxpr(jaxpr).eqns
             if not self.is_kept(scopes):
                 for rewrite in REWRITES.values():
                     eqns = rewrite(eqns, jaxpr, scopes, self.is_product)
                 if self.apart:
                     eqns = [self._apart(eqn, scopes) for eqn in eqns]
-            memo[key] = [*eqns, *idle], Spotted(masks_in(eqns), powers_in(eqns))
+            memo[key] = eqns, Spotted(masks_in(eqns), powers_in(eqns))
         return memo[key]
-
-    def _without_unread(self, eqns: Sequence[Equation]) -> tuple[list[Equation], ...]:
-        """Returns the equations, and apart those that nobody reads."""
-        found, read = (list[Equation](), list[Equation]()), set[Any]()
-        for eqn in reversed(eqns):
-            idle = self._is_unread(eqn) and read.isdisjoint(eqn.outvars)
-            found[idle].append(eqn)
-            read.update(() if idle else _jaxpr.variables(eqn.invars))
-        return tuple(x[::-1] for x in found)
 
     def _apart(self, eqn: Equation, scopes: Scopes) -> Equation:
         """Returns ``eqn`` with an argument for each pass in it, and what is marked."""

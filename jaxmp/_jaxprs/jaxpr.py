@@ -401,6 +401,12 @@ def scope_names(eqn: JaxprEqn) -> tuple[str, ...]:
     return names_of(eqn).scopes
 
 
+def current_scopes() -> tuple[str, ...]:
+    """Returns the names of the scopes that a program is traced in, see above."""
+    stack = source_info_util.current_name_stack().stack
+    return _read_names(stack, tuple(map(type, stack))).scopes
+
+
 def in_scope(eqn: JaxprEqn, name: str) -> JaxprEqn:
     stack = eqn.source_info.name_stack.extend(name)
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))

@@ -75,11 +75,9 @@ def unread(jaxpr: Any, scopes: Scopes) -> set[Equation]:
                     changed |= bool(more & ~known[var])
                     known[var] |= more
 
-    idle, made = set[Equation](), set[Any]()
-    for eqn in reversed(seen):  # what is made of their results alone is one of them
-        floats = {*filter(_jaxpr.is_inexact, _jaxpr.variables(eqn.invars))}
-        found = [known[x] for x in floats - made] or [_AHEAD for _ in floats]
-        if joined(found) & _AHEAD and _READ not in found and not is_live(eqn):
-            idle.add(eqn)
-            made.update(eqn.outvars)
-    return idle
+    def counts(eqn: Equation) -> bool:
+        floats = filter(_jaxpr.is_inexact, _jaxpr.variables(eqn.invars))
+        found = [known[x] for x in floats]
+        return _READ in found or not joined(found) & _AHEAD
+
+    return {x for x in seen if not (is_live(x) or counts(x))}
