@@ -55,7 +55,7 @@ class Numbers:
             others = [x for _, _, x, _ in theirs.get(key, [])]
             if len(others) != len(group):
                 # One number, written or read again?
-                is_one = len({x.val for x in others}) == 1
+                is_one = len({float(x.val) for x in others}) == 1
                 others = (others[:1] if is_one else [None]) * len(group)
             for (eqn, i, x, place), other in zip(group, others, strict=True):
                 left, written = float(x.val), None

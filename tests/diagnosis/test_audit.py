@@ -1253,3 +1253,13 @@ def test_one_real_matmul_moves_less_than_four_as_its_page_says():
     numbers = re.search(said.format("([0-9.]+)"), text)
     assert numbers is not None
     np.testing.assert_allclose(moved, [*map(float, numbers.groups())], rtol=0.06)
+
+
+def test_a_number_of_numpy_may_be_read_more_often_in_16_bits():
+    def fun(x):
+        for _ in range(2 if x.dtype == jnp.float16 else 1):
+            x = jnp.log(x + np.full((), 1e-8, x.dtype))
+        return x
+
+    report = jaxmp.audit(fun)(jnp.ones(2, jnp.float16))
+    assert "1e-08 is 0 in float16" in str(report)
