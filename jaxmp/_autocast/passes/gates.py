@@ -6,6 +6,7 @@ multiply. The backward pass multiplies by the same gates, or by gates that it co
 again.
 """
 
+import collections
 from collections.abc import Collection, Set
 from typing import Any
 
@@ -52,7 +53,12 @@ def gates(
     def enter(eqn: Equation, ins: list[int], at: At) -> list[int]:
         if not _is_loop(eqn):
             return walk.around(eqn, ins, at)
-        walk.once(eqn, [0] * len(ins), at)
+        body, given = _jaxpr.call_layout(eqn).bodies[-1], [0] * len(ins)
+        if is_backward(eqn, at.scopes):
+            again = _used_again(body.jaxpr, multiplications)
+            for i, var in zip(body.operands, _jaxpr.in_vars(body.jaxpr), strict=True):
+                given[i] = _GATE * (var in again)
+        walk.once(eqn, given, at)
         return [0] * len(eqn.outvars)
 
     def known(x: Any, at: At) -> int:
@@ -95,6 +101,14 @@ def _followed_by_many(jaxpr: Any) -> set[Equation]:
     walk = Backward(count, enter=enter)
     walk.through(jaxpr, [0] * len(_jaxpr.out_avals(jaxpr)))
     return found
+
+
+def _used_again(jaxpr: Any, multiplications: set[Equation]) -> Collection[Any]:
+    """Returns what multiplies many times in an iteration, such as a stacked decay."""
+    eqns = _jaxpr.open_jaxpr(jaxpr).eqns
+    read = [x for eqn in eqns if eqn in multiplications for x in eqn.invars]
+    counts = collections.Counter(_jaxpr.variables(read))
+    return [var for var, count in counts.items() if count > OFTEN]
 
 
 def _made_by(eqn: Equation, ins: list[int]) -> int:
