@@ -33,13 +33,13 @@ RINGS = {
 class Collective(NamedTuple):
     """An array that devices exchange."""
 
-    name: str  # of the operation, which may exchange others at once
     kind: str
     dtype: str  # as XLA spells it
     size: int  # numbers in the result of one device
     times: int  # how often it runs
     devices: int  # in a group
     sliced: bool  # whether each device uses nothing but its slice of the result
+    name: str  # of the operation, which may exchange others at once
 
     @property
     def sent(self) -> float:
@@ -117,7 +117,7 @@ def collectives(program: str) -> list[Collective]:
                 devices = _group_size(line) or everyone
                 for dtype, size in arrays(line.shape):
                     what = line.opcode, dtype, size, times, devices, sliced
-                    found.append(Collective(line.name, *what))
+                    found.append(Collective(*what, line.name))
 
     run(entry, 1)
     return found
