@@ -1,8 +1,8 @@
 """The largest batch whose training step fits the memory of a GPU.
 
-From the memory of programs compiled for an H200 (extra ``aot``; nothing runs), of a
-small batch and of one that about fills the largest memory: what lies on the line
-between the two fits, within 2%.
+From the memory of programs compiled for an H200 (extra ``aot``; nothing runs): of one
+example, of a small batch, and of one that about fills the largest memory. What lies on
+the line between each two fits, within 2%.
 """
 
 from collections.abc import Iterator, Mapping
@@ -119,6 +119,7 @@ def counted(
             "batches": [few, many],
             "each": each,
             "all": least - each * few,
+            "one": needed(step, one._replace(batch_size=1))[1],
         }
 
 
@@ -146,7 +147,13 @@ def needed(step: str, network: Network, accum_steps: int = 1) -> tuple[int, int]
 
 def largest(row: Mapping[str, Any], size: float) -> int:
     """Returns how many examples fit so many GB."""
-    return max(0, int((size * 1e9 - row["all"]) // row["each"]))
+    few, room = row["batches"][0], size * 1e9
+    at_few = row["all"] + few * row["each"]
+    if room >= at_few:
+        return int((room - row["all"]) // row["each"])
+    # Where the activations of one are few, other arrays are most of its memory.
+    each = (at_few - row["one"]) / (few - 1)
+    return max(0, 1 + int((room - row["one"]) // each))
 
 
 def tables(found: Mapping[str, Any]) -> Iterator[Table]:

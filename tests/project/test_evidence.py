@@ -481,6 +481,12 @@ def test_what_gathering_by_layer_sends_was_counted_beside_fsdp2():
     assert f"sends {(2 * 2 + 4) * n * 7 / 8 / 1e9:.1f} GB if it sums" in page
 
 
+def test_the_largest_batch_lies_on_the_line_between_two_that_were_counted():
+    row = {"one": 25e9, "batches": [5, 9], "all": 13e9, "each": 4e9}
+    sizes = {24: 0, 25: 1, 28: 2, 33: 5, 36: 5, 37: 6, 49: 9}
+    assert {size: fits.largest(row, size) for size in sizes} == sizes
+
+
 def test_the_largest_batch_on_the_pages_was_counted():
     _, table, micro = fits.tables(results("fits"))
     assert len(table.rows) == 9  # networks
