@@ -54,8 +54,7 @@ NAMES = {
     "state space": "State space",
 }
 FIRST = "the first times"  # before which bytes had been counted
-FULL = basic.NETWORKS | {"llama-1.6b": families.LARGE_LLAMA}
-FULL = families.FAMILIES | FULL | fused(FULL)
+FULL = families.FAMILIES | families.TIMED
 TINY = {
     "llama-1.6b": families.SMALL["llama, grouped queries"],
     "gpt-160m": basic.TINY["gpt"],

@@ -14,9 +14,8 @@ from jaxmp._compiled.text import arrays
 from .counting import hlo, measure, results, targets
 from .counting.results import Table, ratio
 from .counting.steps import FLOOR, LIBRARIES, Contestant, contestants
-from .networks.basic import NETWORKS, Network
-from .networks.families import LARGE_LLAMA
-from .networks.fused import fused
+from .networks.basic import Network
+from .networks.families import TIMED
 
 # What tables call the networks, in their order.
 NAMES = {
@@ -55,10 +54,8 @@ def main(
         dtype: Of 16 bits.
     """
     targets.require("machinery")
-    known = NETWORKS | {"llama-1.6b": LARGE_LLAMA}
-    known |= fused(known)
     for name in networks:
-        new = counts(known[name], contestants, accum_steps, dtype)
+        new = counts(TIMED[name], contestants, accum_steps, dtype)
         title = name if dtype == "float16" else f"{name}, {dtype}"
         by = "contestant", "accum_steps"
         results.update("machinery", title, targets.hardware(), new, *by)

@@ -17,6 +17,7 @@ from jax import lax
 
 from .basic import (
     GPT,
+    NETWORKS,
     Block,
     Model,
     Network,
@@ -921,6 +922,9 @@ LARGE_LLAMA = sequence_model(
     ),
     8,
 )
+# Those that are timed on a GPU, and their forms with cuDNN's attention.
+TIMED = NETWORKS | {"llama-1.6b": LARGE_LLAMA}
+TIMED |= fused(TIMED)
 FAMILIES: dict[str, Network] = {name: both.usual for name, both in _BOTH.items()}
 FAMILIES |= fused(FAMILIES)
 SMALL: dict[str, Network] = {name: both.small for name, both in _BOTH.items()}

@@ -156,7 +156,7 @@ def scratch(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("scratch")
 def test_the_same_program_gives_the_same_numbers_and_a_table(monkeypatch, capsys):
-    monkeypatch.setattr(machinery, "NETWORKS", TINY)
+    monkeypatch.setattr(machinery, "TIMED", TINY)
     options = ["--networks", "mlp", "--accum-steps", "1", "--contestants", "by hand"]
     found = []
     for more in (["jmp"], []):
