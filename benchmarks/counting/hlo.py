@@ -22,6 +22,7 @@ from jaxmp._compiled.text import (
     Computation,
     Instruction,
     arrays,
+    bits,
     bytes_of,
     parse,
     trip_count,
@@ -144,7 +145,7 @@ def _kernel(instruction, computation, computations) -> Work:
     copies = opcodes == {"copy"}
     moved = reads.total() + written
     flops = sum(
-        product.flops() / (2 if product.is_float8 else 1)
+        product.flops() / (2 if all(bits(x) == 8 for x in product.dtypes) else 1)
         for product in products_of(body, computations)
         if product.name != "attention"
     )

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from .text import Computation, Instruction, arrays, bits, sizes_of
+from .text import Computation, Instruction, arrays, sizes_of
 
 # By the operation, or by the target of a library call.
 PRODUCTS = {
@@ -35,11 +35,6 @@ class Kernel(NamedTuple):
         """Those of the operands of the call, as XLA spells them."""
         lhs, rhs = (arrays(shape)[0][0] for shape in self.shapes[:2])
         return lhs, rhs
-
-    @property
-    def is_float8(self) -> bool:
-        """Whether both operands have 8 bits."""
-        return all(bits(arrays(shape)[0][0]) == 8 for shape in self.shapes[:2])
 
     def flops(self) -> float:
         """Returns twice the numbers that it multiplies."""

@@ -6,6 +6,7 @@ missing, or anything else is done to the scores or to the weights, it is none.
 """
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -74,14 +75,9 @@ class Attentions:
 
     def _note(self, place: Place, why: str, size: int) -> None:
         key = place.where, why
-        before = self.rows.get(key)
-        self.rows[key] = UnfusedAttention(
-            why,
-            size + (before.bytes if before else 0),
-            before.module if before else place.module,
-            place.where,
-            str(self.gpu),
-        )
+        new = UnfusedAttention(why, 0, place.module, place.where, str(self.gpu))
+        row = self.rows.get(key, new)
+        self.rows[key] = dataclasses.replace(row, bytes=row.bytes + size)
 
 
 def judge(args: Any) -> Gpu:

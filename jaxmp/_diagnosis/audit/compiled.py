@@ -100,6 +100,7 @@ def read(
     code = _Code(text)
     before = _Code(asked) if asked is not None else None
     flops = code.flops()
+    why = "cuDNN has none before compute capability 8.0" * device.lacks(BFLOAT16)
     notes = [
         f"the loop `{name}` does not say how often it runs, and counts once"
         for name in sorted(code.unknown)
@@ -117,7 +118,7 @@ def read(
         products=tuple(code.by_line()),
         asked=before.flops() if before else None,
         lost_roundings=tuple(_lost(before, code)) if before else None,
-        attention=tuple(code.written_out(_no_kernel(device), device.name)),
+        attention=tuple(code.written_out(why, device.name)),
         wide_arrays=tuple(code.wide_arrays(memory)) if memory else (),
         temporary_bytes=memory,
         calls=code.calls(),
@@ -155,11 +156,6 @@ def _why(code: _Code, flops: Mapping[str, float], device: Device) -> Iterator[st
             f"{name} does not have cuDNN's attention, which this code calls: it fails "
             "when it runs. Leave out `implementation`."
         )
-
-
-def _no_kernel(device: Device) -> str:
-    """Returns why a GPU has no attention in one kernel, empty if it has."""
-    return "cuDNN has none before compute capability 8.0" * device.lacks(BFLOAT16)
 
 
 class _Code:
@@ -240,8 +236,7 @@ class _Code:
             flops[key] += run.times * product.flops()
             targets[key].add(product.target)
         for key, some in flops.most_common():
-            operation, dtype, *place = key
-            calls = tuple(sorted(targets[key]))
+            (operation, dtype, *place), calls = key, tuple(sorted(targets[key]))
             yield CompiledProduct(operation, calls, dtype, count[key], some, *place)
 
     def calls(self) -> dict[str, int]:
@@ -352,12 +347,6 @@ class _Code:
             else:
                 yield x, "pred[]"
 
-    def casts(self) -> Iterator[tuple[Instruction, Computation, str]]:
-        """Yields each cast, where it stands, and what is called there."""
-        for run in self.runs:
-            if run.instruction.opcode == "convert":
-                yield run.instruction, run.computation, run.around
-
 
 def _lost(before: _Code, code: _Code) -> Iterator[LostRounding]:
     """Yields the casts to fewer bits and back that the compiled code does not have."""
@@ -369,14 +358,14 @@ def _lost(before: _Code, code: _Code) -> Iterator[LostRounding]:
     }
     count: collections.Counter[Any] = collections.Counter()
     numbers: collections.Counter[Any] = collections.Counter()
-    for x, computation, around in before.casts():
+    for x, computation, _, around in before.runs:
+        if x.opcode != "convert":
+            continue
         narrow = arrays(x.shape)[0][0]
         source = computation.behind(x.operands[0])
-        if not is_narrow(jnp.dtype(dtype_name(narrow))) or not _is_widened(
-            x, computation
-        ):
-            continue
-        if bits(arrays(source.shape)[0][0]) <= bits(narrow):
+        rounds = is_narrow(jnp.dtype(dtype_name(narrow)))
+        rounds = rounds and bits(arrays(source.shape)[0][0]) > bits(narrow)
+        if not (rounds and _is_widened(x, computation)):
             continue
         names = (f"{around}/{y.op_name}".strip("/") for y in (x, source))
         if any((name, narrow) in kept for name in names):
@@ -384,9 +373,8 @@ def _lost(before: _Code, code: _Code) -> Iterator[LostRounding]:
         key = dtype_name(narrow), *before.place(x, around)
         count[key] += 1
         numbers[key] += _size(x.shape)
-    for key, some in numbers.most_common():
-        dtype, *place = key
-        yield LostRounding(dtype, count[key], some, *place)
+    for (dtype, *place), some in numbers.most_common():
+        yield LostRounding(dtype, count[dtype, *place], some, *place)
 
 
 def _is_widened(cast: Instruction, computation: Computation) -> bool:

@@ -93,9 +93,8 @@ class Readers:
     def __init__(self, jaxpr: Any, depth: int | None):
         self.depth, self._bits = depth, dict[str, int]()
         self._of: Any = collections.defaultdict(int)
-        walk = Backward(self._transfer, enter=self._enter)
-        self._walk = walk
-        walk.through(jaxpr, [0] * len(_jaxpr.out_avals(jaxpr)))
+        self._walk = Backward(self._transfer, enter=self._enter)
+        self._walk.through(jaxpr, [0] * len(_jaxpr.out_avals(jaxpr)))
 
     def part_of(self, place: Place) -> str:
         return part_of(place.scopes, self.depth)
