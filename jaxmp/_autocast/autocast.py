@@ -17,8 +17,8 @@ from .._base.around import (
     in_gradient,
     knowing,
     note_casting,
-    warn_if_unscaled,
     warn_unscaled,
+    watched,
 )
 from .._base.checks import check_function, clipped, explains, short, warn
 from .._base.dtypes import casts_do_nothing
@@ -176,8 +176,7 @@ def autocast(
             _explained(fun, own),
             knowing(autocast=backward_dtype),
         ):
-            result = cast(*args, **kwargs)
-        warn_if_unscaled(backward_dtype, result)
+            result = watched(backward_dtype, cast(*args, **kwargs))
         is_first = next(calls) == 0
         runs = not (record or STORE_OF.value)  # and is not looked at
         if is_first and runs and used.forgets_scale and not in_gradient():

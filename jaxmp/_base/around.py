@@ -9,15 +9,19 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.core
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from . import later
 from .checks import known_number, warn
 from .marks import Marked
+from .tree import is_inexact, taken_out
+
+T = TypeVar("T")
 
 # Around a gradient of ours, which scales the loss or is told not to: a named scope,
 # because JAX may have traced it before.
@@ -108,16 +112,37 @@ def in_gradient() -> bool:
     return _AROUND.get(_NOTHING).gradient
 
 
-def warn_if_unscaled(dtype: Any, results: Any) -> None:
-    """Warns where gradients of the results of what ran in float16 got no loss scale."""
+def watched(dtype: Any, results: T) -> T:
+    """Returns what ran in ``dtype``, so that its gradients warn if they have no scale.
+
+    They are in float16 then. A rule for derivatives tells them, as JAX may trace what
+    it differentiates before: in a ``jit``, a scan, a ``jax.checkpoint``.
+    """
+    if dtype != np.float16 or not in_gradient():
+        return results
+    leaves, put_back = taken_out(results, _is_differentiable)
+    return put_back(_same(*leaves))
+
+
+def _is_differentiable(x: Any) -> bool:
+    return isinstance(x, jax.Array) and is_inexact(x)
+
+
+@jax.custom_jvp
+def _same(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return arrays
+
+
+def _noticed(arrays: Any, tangents: Any) -> tuple[Any, Any]:
     around = _AROUND.get(_NOTHING)
-    if dtype != np.float16 or not (around.unscaled or around.scales):
-        return
-    is_differentiated = later.traces().is_being_differentiated
-    if any(map(is_differentiated, jax.tree.leaves(results))):
+    if not all(isinstance(x, SymbolicZero) for x in tangents):
         if around.unscaled:
             warn_unscaled()
         note_float16(around.scales)
+    return arrays, tangents
+
+
+_same.defjvp(_noticed, symbolic_zeros=True)
 
 
 def note_float16(scales: Sequence[Any]) -> None:

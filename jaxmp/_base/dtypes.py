@@ -150,13 +150,6 @@ def is_narrow(x: Any) -> bool:
 
 
 @functools.cache
-def bits_of(dtype: Any) -> int:
-    """Returns the bits of a dtype, or of each part of a complex one."""
-    dtype = np.dtype(dtype)
-    return 8 * dtype.itemsize // (2 if dtype.kind == "c" else 1)
-
-
-@functools.cache
 def _inexact_bytes(dtype: Any) -> int:
     """Returns the size of a floating or complex dtype, 0 for all else."""
     is_inexact = isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.inexact)

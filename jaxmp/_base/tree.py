@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import re
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
@@ -216,15 +215,6 @@ def wide_dtype(x: Any) -> np.dtype:
 def path_name(path: Any) -> str:
     """Spells the path of a leaf, e.g. ``params/Dense_0/kernel``."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def numbered(names: Iterable[str]) -> list[str]:
-    """Gives a number to each name that comes again: ``h``, ``h#1``."""
-    given = {}  # a dict keeps the order
-    for name in names:
-        choices = itertools.chain([name], (f"{name}#{i}" for i in itertools.count(1)))
-        given[next(choice for choice in choices if choice not in given)] = None
-    return list(given)
 
 
 def is_array(x: Any) -> bool:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from .._base.around import GRADIENT
 from .._base.checks import as_scale, check_function, explains
-from .._base.tree import numbered, widen
+from .._base.tree import widen
 from .._gradients.differentiate import loss_and_aux
 from .._jaxprs.jaxpr import (
     JaxprEqn,
@@ -23,7 +23,7 @@ from .._jaxprs.jaxpr import (
 from .._jaxprs.replay import where_written
 from .._ops.table import given_name
 from .._training.loss_scale_state import scale_in
-from .text import PASS_THE_LOSS
+from .text import PASS_THE_LOSS, numbered
 
 P = ParamSpec("P")
 _CALLS = ("jit", "remat")  # what runs once as it stands

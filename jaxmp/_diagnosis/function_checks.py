@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -126,15 +126,23 @@ def note_cast(
     name: str,
     fun: Callable,
     policy: Any,
-    given: tuple[Sequence[Any], dict[str, Any]],
-    cast: tuple[Sequence[Any], dict[str, Any]],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    positions: Collection[int | str] | None = None,
 ) -> None:
     """Adds a note to ``error`` if the cast of its arguments has made ``fun`` fail.
 
     That is so if JAX takes ``fun`` with the arguments as they were given, and not with
-    those that ``name``, a function of jaxmp, has cast.
+    those that ``name``, a function of jaxmp, has cast: at some positions, or all.
     """
-    if _works(fun, cast) or not _works(fun, given):
+
+    def cast(place: int | str, x: Any) -> Any:
+        is_cast = positions is None or place in positions
+        return policy.cast_to_compute(x) if is_cast else x
+
+    cast_args = [cast(i, x) for i, x in enumerate(args)]
+    cast_kwargs = {key: cast(key, x) for key, x in kwargs.items()}
+    if _works(fun, cast_args, cast_kwargs) or not _works(fun, args, kwargs):
         return
     # Importing it here, because it takes long.
     from .._autocast.autocast import autocast
@@ -144,7 +152,7 @@ def note_cast(
     where = f" at {lines[-1]}" if lines else ""
     dtype = policy.compute_dtype
     cure = "Compute that in float32, of `x.astype(jnp.float32)`"
-    if _works(autocast(fun, dtype), given):
+    if _works(autocast(fun, dtype), args, kwargs):
         cure += (
             f', or use `jaxmp.autocast(fun, "{dtype}")` without the policy of `{name}`:'
             " it runs this program"
@@ -157,9 +165,8 @@ def note_cast(
     error.__notes__.insert(0, error.__notes__.pop())
 
 
-def _works(fun: Callable, arguments: tuple[Sequence[Any], dict[str, Any]]) -> bool:
+def _works(fun: Callable, args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
     """Whether JAX takes ``fun`` with some arguments, without running it."""
-    args, kwargs = arguments
     flat = flatten(fun, tuple(args), kwargs)
     try:
         jax.eval_shape(flat.fun, *flat.leaves)

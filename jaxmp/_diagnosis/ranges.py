@@ -15,9 +15,8 @@ from jax.typing import DTypeLike
 
 from .._base.checks import as_html, known_number, short
 from .._base.dtypes import as_dtype
-from .._base.tree import numbered
 from .exponents import RecordRangesState, floating_leaves
-from .text import WIDTH, aligned
+from .text import WIDTH, aligned, numbered
 
 _HEAD = (
     "% of the|zero|under-|sub-|normal|over-|non-|min|max|size",

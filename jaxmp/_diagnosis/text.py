@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -93,6 +94,15 @@ def wrapped(
         break_long_words=not is_code,
         break_on_hyphens=False,
     )
+
+
+def numbered(names: Iterable[str]) -> list[str]:
+    """Gives a number to each name that comes again: ``h``, ``h#1``."""
+    given = {}  # a dict keeps the order
+    for name in names:
+        choices = itertools.chain([name], (f"{name}#{i}" for i in itertools.count(1)))
+        given[next(choice for choice in choices if choice not in given)] = None
+    return list(given)
 
 
 def unit(number: float, base: int) -> str:

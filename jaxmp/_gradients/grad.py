@@ -10,7 +10,7 @@ from typing import Any, Never, ParamSpec, TypeVar
 import jax
 
 from .._base import later
-from .._base.around import note_casting, warn_if_unscaled
+from .._base.around import note_casting, watched
 from .._base.checks import check_function, explains
 from .._base.gpus import warn_if_emulated
 from .._base.objects import refuse_integers, refuse_lost_updates
@@ -97,11 +97,9 @@ def cast_around(
         try:
             result = checked(*cast_args, **cast_kwargs)
         except (TypeError, ValueError, NotImplementedError) as error:
-            given, cast = (args, kwargs), (cast_args, cast_kwargs)
-            later.function_checks().note_cast(error, name, plain, policy, given, cast)
+            later.function_checks().note_cast(error, name, plain, policy, args, kwargs)
             raise
-        warn_if_unscaled(policy.compute_dtype, result)
-        return policy.cast_to_output(result)
+        return policy.cast_to_output(watched(policy.compute_dtype, result))
 
     return wrapped
 
@@ -264,14 +262,8 @@ def value_and_grad(
             )
         except (TypeError, ValueError, NotImplementedError) as error:
             if policy is not None:
-                cast_args = [
-                    policy.cast_to_compute(x) if i in positions else x
-                    for i, x in enumerate(args)
-                ]
-                given, cast_too = (args, kwargs), (cast_args, kwargs)
-                later.function_checks().note_cast(
-                    error, "value_and_grad", fun, policy, given, cast_too
-                )
+                note = later.function_checks().note_cast
+                note(error, "value_and_grad", fun, policy, args, kwargs, positions)
             raise
         return ((loss, aux) if has_aux else loss), grads
 

@@ -222,13 +222,6 @@ def stage() -> Any:
     return trace
 
 
-def is_being_differentiated(x: Any) -> bool:
-    """Returns whether the innermost ``grad`` or ``jvp`` around differentiates ``x``."""
-    while type(x).__name__ == "BatchTracer":
-        x = x.val
-    return type(x).__name__ in ("JVPTracer", "LinearizeTracer")
-
-
 def located_at(
     eqn: JaxprEqn, joined: dict[tuple[int, int], Any]
 ) -> contextlib.AbstractContextManager:
@@ -399,12 +392,6 @@ def scope_names(eqn: JaxprEqn) -> tuple[str, ...]:
     forward and the backward pass of a module have the same scopes.
     """
     return names_of(eqn).scopes
-
-
-def current_scopes() -> tuple[str, ...]:
-    """Returns the names of the scopes that a program is traced in, see above."""
-    stack = source_info_util.current_name_stack().stack
-    return _read_names(stack, tuple(map(type, stack))).scopes
 
 
 def in_scope(eqn: JaxprEqn, name: str) -> JaxprEqn:

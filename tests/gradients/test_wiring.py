@@ -286,6 +286,58 @@ def test_any_scale_is_one(scale):
         assert not said(jax.jit(build(loss_scale=scale)), PARAMS, X, Y)
 
 
+def apart(transform):
+    """Returns losses in float16 that JAX traces before it differentiates them."""
+    cast = {  # new functions, as JAX keeps the derivatives of those that it knows
+        "with_policy": lambda *args: cast_loss(*args),
+        "autocast": lambda *args: jaxmp.autocast(loss, "O1")(*args),
+    }
+    return {name: lambda *args, f=f: transform(f)(*args) for name, f in cast.items()}
+
+
+def summed(fun):
+    def run(params, x, y):
+        return jax.lax.fori_loop(0, 2, lambda _, total: total + fun(params, x, y), 0.0)
+
+    return run
+
+
+APART = {
+    "nothing": lambda fun: fun,
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "loop": summed,
+    "branch": lambda fun: (
+        lambda p, *args: jax.lax.cond(p["w"][0, 0] < 9, fun, lambda *_: 0.0, p, *args)
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", [None, "mixed_bfloat16", "float32"])
+@pytest.mark.parametrize("transform", APART.values(), ids=APART.keys())
+@pytest.mark.parametrize("kind", ["with_policy", "autocast"])
+def test_a_loss_in_float16_is_told_wherever_jax_has_traced_it(kind, transform, policy):
+    """Also where `policy=` is another one, in which the parameters are cast."""
+
+    def grad(**options):
+        return jax.jit(jaxmp.grad(apart(transform)[kind], policy=policy, **options))
+
+    (found,) = said(grad(), PARAMS, X, Y)
+    assert "without a loss scale" in str(found.message)
+    assert found.filename == __file__
+    assert not said(grad(loss_scale=1.0), PARAMS, X, Y)
+
+    def step(tx, params, state, x, y):
+        grad_fn = jaxmp.grad(apart(transform)[kind], policy=policy, loss_scale=state)
+        return tx.update(grad_fn(params, x, y), state)
+
+    for mine, count in (("mixed_bfloat16", 1), ("mixed_float16", 0)):
+        tx = wrapped(mine)
+        found = said(jax.jit(partial(step, tx)), PARAMS, tx.init(PARAMS), X, Y)
+        assert len(found) == count
+        assert all(f'loss_scaling(optimizer, "{mine}")' in str(x) for x in found)
+
+
 def of_scan(params, x, y):
     def layer(h, w):
         return jnp.tanh(h @ w), None
@@ -415,7 +467,11 @@ def test_no_gradient_is_no_gradient_without_a_scale():
         aims = teacher(PARAMS, x) + jaxmp.autocast(apply, "O1")(PARAMS, x)
         return jnp.mean((apply(params, x) - aims) ** 2)
 
-    assert not said(jaxmp.grad(student_loss), PARAMS, X)
+    for policy in (None, "mixed_bfloat16"):
+        grad_fn = jaxmp.grad(student_loss, policy=policy)
+        assert not said(grad_fn, PARAMS, X)
+        half = X.astype(jnp.bfloat16)  # or the look at a policy says what is float32
+        assert not said(jax.jit(grad_fn), PARAMS, half)
     assert not said(teacher, PARAMS, X)
     assert not said(jaxmp.autocast(jax.jit(loss), "O1"), PARAMS, X, Y)
     for policy in ("mixed_bfloat16", "float32"):

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from ..._autocast.plan import Step
-from ..._base.dtypes import bits_of, is_narrow, is_wide
+from ..._base.dtypes import is_narrow, is_wide
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs import scopes as _scopes
 from ..._jaxprs.jaxpr import Equation
@@ -61,7 +61,7 @@ class Cause:
     @functools.cached_property
     def bits(self) -> int:
         """Those of its dtype."""
-        return bits_of(self.dtype)
+        return _bits_of(self.dtype)
 
     def meet(self, place: Place, bits: int) -> None:
         """Remembers where this met something else, of so many bits."""
@@ -313,7 +313,7 @@ class Leaks:
         else:
             self.forward[key] = self.forward.get(key, frozenset()) | causes
         # What is float32 makes nothing float64.
-        bits = bits_of(dtype)
+        bits = _bits_of(dtype)
         causes = frozenset(x for x in causes if x.bits == bits) or causes
         first = min((cause.turn for cause in causes), default=None)
         for cause in causes:
@@ -436,8 +436,14 @@ def _widens(eqn: Equation) -> bool:
     if not _jaxpr.is_cast(eqn):
         return False
     old, new = eqn.invars[0].aval, eqn.outvars[0].aval
-    return is_wide(old) and is_wide(new) and bits_of(old.dtype) < bits_of(new.dtype)
+    return is_wide(old) and is_wide(new) and _bits_of(old.dtype) < _bits_of(new.dtype)
 
 
 def _number(value: Any) -> str:
     return f"{jax.typeof(value).dtype}({np.asarray(value).item():g})"
+
+
+def _bits_of(dtype: Any) -> int:
+    """Returns the bits of a dtype, or of each part of a complex one."""
+    dtype = np.dtype(dtype)
+    return 8 * dtype.itemsize // (2 if dtype.kind == "c" else 1)
