@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 TOKENS, SIZE, WORDS = 8, 8, 12
+FAR, NEAR = 30, 2.0**-9
 
 Layer = Callable[["Scope", Any, Any], Any]
 
@@ -25,7 +26,7 @@ class Batch(NamedTuple):
 
     x: Any  # [TOKENS, SIZE]
     y: Any  # [TOKENS, SIZE]
-    far: Any  # [TOKENS, SIZE], around 30
+    far: Any  # [TOKENS, SIZE], around FAR
     words: Any  # int32[TOKENS]
     labels: Any  # int32[TOKENS]
 
@@ -34,7 +35,7 @@ def batch_of(rng: np.random.Generator) -> Batch:
     """Returns random data."""
     x, y, far = rng.normal(size=(3, TOKENS, SIZE)).astype(np.float32)
     words, labels = rng.integers([[WORDS], [SIZE]], size=(2, TOKENS)).astype(np.int32)
-    return Batch(x, y, far + 30, words, labels)
+    return Batch(x, y, far + FAR, words, labels)
 
 
 class Asked(NamedTuple):
@@ -55,6 +56,7 @@ class Scope:
         weights: dict[str, Any],
         cast: Callable,
         asked: dict[str, Asked] | None,
+        is_near: bool = False,
     ):
         """Starts a layer.
 
@@ -65,8 +67,9 @@ class Scope:
             cast: Rounds what a product takes and returns, or does nothing.
             asked: Is filled with the weights that the layer asks for, while there are
                 none; else None.
+            is_near: Whether the numbers that are far from 0 are near it instead.
         """
-        self.batch, self.weights = batch, weights
+        self.batch, self.weights, self._is_near = batch, weights, is_near
         self._name, self._cast, self._asked, self._count = name, cast, asked, 0
 
     def weight(self, *shape: int, scale: float | None = None, mean: float = 0.0) -> Any:
@@ -78,6 +81,10 @@ class Scope:
         usual = shape[-2] ** -0.5 if scale is None else scale
         self._asked[name] = Asked(shape, float(usual), mean)
         return jnp.zeros(shape)
+
+    def far(self, number: float) -> float:
+        """Returns a number that is far from 0, or one near it."""
+        return number * NEAR if self._is_near else number
 
     def dot(self, subscripts: str, a: Any, b: Any) -> Any:
         """Returns a product."""

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .generated_layers import SIZE, TOKENS, Layer, Scope, norm, rms, unit
+from .generated_layers import FAR, SIZE, TOKENS, Layer, Scope, norm, rms, unit
 
-FAR, PIXELS = 400.0, 512
+PIXELS = 512
 
 # Networks, whose results are near one.
 NETS: dict[str, Layer] = {
@@ -47,26 +47,27 @@ def _recurrence(s: Scope, x):
     return lax.scan(body, jnp.zeros(SIZE), x)[1]
 
 
-def _grid() -> jax.Array:
-    return FAR + jnp.arange(TOKENS * SIZE, dtype=jnp.float32).reshape(TOKENS, SIZE) % 37
+def _grid(s: Scope) -> jax.Array:
+    at = jnp.arange(TOKENS * SIZE, dtype=jnp.float32).reshape(TOKENS, SIZE)
+    return s.far(400.0) + at % 37
 
 
 # What a result is added to.
 OFFSETS: dict[str, Layer] = {
     "nothing": lambda s, h, y: h,
-    "a grid": lambda s, h, y: _grid() + h,
-    "a grid, moved a little": lambda s, h, y: _grid() + 0.1 * h,
+    "a grid": lambda s, h, y: _grid(s) + h,
+    "a grid, moved a little": lambda s, h, y: _grid(s) + 0.1 * h,
     "an input": lambda s, h, y: s.batch.x + h,
     "a far input": lambda s, h, y: s.batch.far + h,
     "a far input, and an earlier value": lambda s, h, y: (s.batch.far + h) + y,
     "a far input in a product": lambda s, h, y: s.batch.far * (1 + 0.1 * h),
     "less a far input": lambda s, h, y: h - s.batch.far,
-    "weights": lambda s, h, y: s.weight(TOKENS, SIZE, scale=1.0, mean=30.0) + h,
+    "weights": lambda s, h, y: s.weight(TOKENS, SIZE, scale=1.0, mean=s.far(FAR)) + h,
     "a bias": lambda s, h, y: h + s.weight(SIZE, scale=0.1),
-    "a far bias": lambda s, h, y: h + s.weight(SIZE, scale=1.0, mean=30.0),
+    "a far bias": lambda s, h, y: h + s.weight(SIZE, scale=1.0, mean=s.far(FAR)),
     "a table": lambda s, h, y: s.weight(12, SIZE, scale=3.0)[s.batch.words] + h,
-    "a number": lambda s, h, y: h + 300.0,
-    "units": lambda s, h, y: h * 5.0 + 300.0,
+    "a number": lambda s, h, y: h + s.far(300.0),
+    "units": lambda s, h, y: h * 5.0 + s.far(300.0),
     "an earlier value": lambda s, h, y: y + h,
     "an earlier value, moved a little": lambda s, h, y: y + 0.1 * h,
     "steps": lambda s, h, y: lax.fori_loop(
@@ -158,7 +159,7 @@ READS: dict[str, Layer] = {
     "edges": lambda s, h, y: h[s.batch.words % TOKENS] - h[s.batch.labels % TOKENS],
     "halves": lambda s, h, y: jnp.tile(h[:, :4] - h[:, 4:], (1, 2)),
     "a scan": lambda s, h, y: _carried(h),
-    "less a number": lambda s, h, y: (h - 298.0) / 5.0,
+    "less a number": lambda s, h, y: (h - s.far(298.0)) / 5.0,
     "less the far input": lambda s, h, y: h - s.batch.far,
     "less an earlier value": lambda s, h, y: h - y,
     "in a ratio": lambda s, h, y: 10 * (h / (jnp.abs(h).mean() + 1) - 1),
