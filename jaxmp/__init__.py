@@ -84,24 +84,25 @@ else:  # for type checkers, a `__getattr__` would make every name a good one
                 value.__module__ = __name__
         return found
 
-    _published(globals())
+    def _later() -> list[str]:
+        """Returns the public names beyond the core, for which nothing is imported."""
+        spec = _util.find_spec("._on_demand", __name__)
+        names = spec.loader.get_code(spec.name).co_names
+        return [x for x in names if x.isidentifier() and x[0] != "_"]
 
-    def _all() -> list[str]:
-        """Imports all public names, and returns them."""
-        from . import _on_demand
-
-        globals().update(_published(vars(_on_demand)))
-        return sorted(_published(globals()))
+    _ALL = sorted([*_published(globals()), *_later()])
 
     def __getattr__(name: str) -> _typing.Any:
         if name == "__all__":
             # `help(jaxmp)` would print every docstring of `__all__`, thousands of
             # lines. It is the page above, and finds an empty list.
             is_help = _sys._getframe(1).f_globals.get("__name__") == "pydoc"
-            return [] if is_help else _all()
+            return [] if is_help else [*_ALL]
         if name in _FRONT_ENDS:
             return _importlib.import_module(f".{name}", __name__)
-        if name[0] != "_" and name in _all():
+        if name in _ALL:
+            others = _importlib.import_module("._on_demand", __name__)
+            globals().update(_published(vars(others)))
             return globals()[name]
         from ._names import missing
 
@@ -110,4 +111,4 @@ else:  # for type checkers, a `__getattr__` would make every name a good one
     def __dir__() -> list[str]:
         # A front end whose library is not installed could not be imported.
         installed = {x for x, of in _FRONT_ENDS.items() if _util.find_spec(of)}
-        return sorted({*_all(), *installed, "__version__"})
+        return sorted({*_ALL, *installed, "__version__"})

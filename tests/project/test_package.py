@@ -438,6 +438,33 @@ def test_a_name_that_is_imported_later_is_there_and_a_wrong_one_is_not():
         jaxmp.autocats  # noqa: B018
 
 
+# What somebody sees of a slip, and what it has loaded by then.
+SLIP = """
+import atexit, sys, jaxmp
+atexit.register(lambda: print(*sys.modules))
+print(len(dir(jaxmp)), len(jaxmp.__all__))
+jaxmp.{name}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("autocats", "no attribute 'autocats'. Did you mean: 'autocast'?"),
+        ("GradScaler", "jaxmp has no `GradScaler`: the loss scale is in the state"),
+    ],
+)
+def test_a_wrong_name_is_answered_by_the_core_alone(name, says):
+    run = subprocess.run(
+        [sys.executable, "-c", SLIP.format(name=name)], capture_output=True, text=True
+    )
+    assert says in run.stderr.splitlines()[-1]
+    counts, loaded = map(str.split, run.stdout.splitlines())
+    assert counts == [str(len(dir(jaxmp))), str(len(jaxmp.__all__))]
+    inside = {x.split(".")[1] for x in loaded if x.startswith("jaxmp.")}
+    assert inside == CORE | {"_version", "_names"}
+
+
 def test_building_functions_starts_no_backend():
     assert printed()["devices"] == ["3"]
 
