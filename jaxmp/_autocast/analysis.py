@@ -113,7 +113,7 @@ class Analysis:
         self._consumers: Any = weakref.WeakKeyDictionary()
         self._programs: Any = weakref.WeakKeyDictionary()
         self._marks: Any = weakref.WeakKeyDictionary()
-        # Equations that are consumers of nothing, and what they return.
+        # What equations return that are consumers of nothing.
         self._unread: set[Any] = set()
 
     # Classes, as the user has them.
@@ -197,15 +197,15 @@ class Analysis:
             return self
         new = copy.copy(self)
         new._start()
-        new._unread = {*idle, *(var for eqn in idle for var in eqn.outvars)}
+        new._unread = {var for eqn in idle for var in eqn.outvars}
         for owner, var, need in found:
             marks = new._marks.setdefault(owner, {})
             marks[var] = marks.get(var, needs.NOTHING) | need
         return new
 
-    def _is_unread(self, eqn: Equation) -> bool:
-        written_anew = bool(eqn.outvars) and self._unread.issuperset(eqn.outvars)
-        return eqn in self._unread or written_anew
+    def is_unread(self, eqn: Equation) -> bool:
+        """Whether ``eqn`` is a consumer of nothing."""
+        return bool(eqn.outvars) and self._unread.issuperset(eqn.outvars)
 
     def consumers(self, jaxpr: Any, demand: Demand, scopes: Scopes = ()) -> Consumers:
         """Returns who reads the values of a jaxpr.
@@ -239,7 +239,7 @@ class Analysis:
             if out & needs.COMPARED and kind != "call":
                 eqn, kind = in_region(eqn, rules.COMPARING), "keep"
                 here = scopes + _jaxpr.scope_names(eqn)  # as the region is in it
-            is_unread = self._is_unread(eqn)
+            is_unread = self.is_unread(eqn)
             if is_unread:
                 found = [needs.NOTHING] * len(eqn.invars)
             elif kind == "call":
@@ -278,7 +278,7 @@ class Analysis:
             eqns: Sequence[Equation] = _jaxpr.open_jaxpr(jaxpr).eqns
             if not self.is_kept(scopes):
                 for rewrite in REWRITES.values():
-                    eqns = rewrite(eqns, jaxpr, scopes, self.is_product)
+                    eqns = rewrite(eqns, jaxpr, scopes, self)
                 if self.apart:
                     eqns = [self._apart(eqn, scopes) for eqn in eqns]
             memo[key] = eqns, Spotted(masks_in(eqns), powers_in(eqns))

@@ -74,14 +74,9 @@ def _needs_digits(consumers: Consumers, var: Any) -> bool:
     return any(
         x is var and needs.needs_digits(need) and not starts >> i & 1
         for row in consumers.rows
-        for starts in [_starts(row.demand.summed)]
+        for starts in [joined(start for start, _ in row.demand.summed)]
         for i, (x, need) in enumerate(zip(row.eqn.invars, row.input_needs, strict=True))
     )
-
-
-def _starts(summed: Ways) -> int:
-    """Returns at which inputs some ways begin, as the bits of a number."""
-    return joined(starts for starts, _ in summed)
 
 
 def of_sum(summed: Ways, ins: Sequence[T]) -> list[T] | None:
@@ -91,7 +86,7 @@ def of_sum(summed: Ways, ins: Sequence[T]) -> list[T] | None:
     """
     if not summed:  # as of most
         return None
-    starts = _starts(summed)
+    starts = joined(start for start, _ in summed)
     sums = [x.sum32 if starts >> i & 1 else None for i, x in enumerate(ins)]
     if not any(x is not None for x in sums):
         return None

@@ -1,7 +1,7 @@
 """Named scopes: float32 regions, ``float32_paths``, and the marks of autocast."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 from .._base.checks import clipped
 from . import jaxpr as _jaxpr
@@ -43,8 +43,13 @@ _MARKS = frozenset({DIFFERENTIATED, BACKWARD})
 
 # Names of the scopes around something, the outermost first.
 Scopes = tuple[str, ...]
-# Says whether an equation, in its scopes, is a product in 16 bits.
-IsProduct = Callable[[_jaxpr.Equation, Scopes], bool]
+
+
+class Asked(Protocol):
+    """What a pass asks: what is a product in 16 bits, and what nobody reads."""
+
+    def is_product(self, eqn: _jaxpr.Equation, scopes: Scopes = ()) -> bool: ...
+    def is_unread(self, eqn: _jaxpr.Equation) -> bool: ...
 
 
 def is_decided(scopes: Scopes) -> bool:

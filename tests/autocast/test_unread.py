@@ -152,6 +152,28 @@ def test_a_value_that_nobody_reads_changes_no_number(program, metric):
     assert bits(outs(metric)) == bits(outs(nothing))
 
 
+@pytest.mark.parametrize("wrapper", [jax.jit, jax.checkpoint])
+def test_a_variance_that_nobody_reads_moves_no_mean(wrapper):
+    window = jax.nn.softmax(normal(3, 16, 16))
+
+    def program(variance):
+        def moments(h):
+            mean = window @ h
+            return mean, variance(h, mean)
+
+        return lambda x, w, v: jnp.tanh(x @ w + wrapper(moments)(x @ w)[0]) @ v
+
+    def outs(variance):
+        fun = program(variance)
+        steps = fun, lambda *args: gradient(fun, *args)
+        steps = [jaxmp.autocast(step, "mixed_bfloat16") for step in steps]
+        return jax.jit(lambda *args: [step(*args) for step in steps])(*args)
+
+    args = normal(0, 16, 8), normal(1, 8, 8), normal(2, 8, 8)
+    by_moments = outs(lambda h, mean: window @ (h * h) - mean * mean)
+    assert bits(by_moments) == bits(outs(lambda h, mean: 0.0))
+
+
 def test_prints_and_callbacks_of_what_nobody_returns_stay(capfd):
     seen = []
 

@@ -14,12 +14,12 @@ multiplies by a matrix or adds up first, to compare a norm, may be rounded as an
 the loop is then about rounded numbers, from its first iteration to its last.
 """
 
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any
 
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, Literal, is_inexact
-from ..._jaxprs.scopes import BACKWARD, IsProduct, Scopes, in_region, scopes_inside
+from ..._jaxprs.scopes import BACKWARD, Asked, Scopes, in_region, scopes_inside
 from ..._jaxprs.walk import At, Backward, Forward
 from ..._ops import table
 from ..._ops.products import holds_product, is_matrix_product
@@ -32,7 +32,7 @@ Decisions = dict[Any, set[Any]]
 
 
 def loops(
-    eqns: Sequence[Equation], jaxpr: Any, scopes: Scopes, is_product: IsProduct
+    eqns: Sequence[Equation], jaxpr: Any, scopes: Scopes, asked: Asked
 ) -> Sequence[Equation]:
     """Returns the equations, loops that decide by comparing in a float32 region.
 
@@ -43,7 +43,7 @@ def loops(
         if not _jaxpr.call_kind(eqn):
             return False
         at = At(scopes=scopes + _jaxpr.scope_names(eqn))
-        return _decisions(eqn, at, is_product) is not None
+        return _decisions(eqn, at, asked.is_product) is not None
 
     return [in_region(x, rules.COMPARING) if decides(x) else x for x in eqns]
 
@@ -67,7 +67,9 @@ def compared(
             if eqn in unread:
                 continue
             at = At(owner, scopes + _jaxpr.scope_names(eqn))
-            chosen_by = _decisions(eqn, at, _is_product)
+            chosen_by = _decisions(
+                eqn, at, lambda x, around: is_matrix_product(x, back=BACKWARD in around)
+            )
             if chosen_by is None:
                 for body in _jaxpr.sub_jaxprs(eqn):
                     look(body, scopes_inside(eqn, at.scopes))
@@ -90,10 +92,6 @@ def compared(
     return [x for several in found.values() for x in several]
 
 
-def _is_product(eqn: Equation, scopes: Scopes) -> bool:
-    return is_matrix_product(eqn, back=BACKWARD in scopes)
-
-
 # Which loops decide.
 
 # What is known of a value: it is made of what a product returned; it is decided by
@@ -105,7 +103,7 @@ _OF_NUMBERS = _COMPUTED | _CARRIED | _TAKEN
 _OF_DECISIONS = _COMPARED | _ALIKE
 
 
-def _decisions(loop: Equation, at: At, is_product: IsProduct) -> Decisions | None:
+def _decisions(loop: Equation, at: At, is_product: Callable) -> Decisions | None:
     """Returns by what a loop chooses what it carries, None if it decides nothing.
 
     A comparison in it chooses if it keeps what it carries, and products compute with
@@ -140,7 +138,7 @@ def _decisions(loop: Equation, at: At, is_product: IsProduct) -> Decisions | Non
 class _Trail:
     """Follows what products compute, through calls and around loops."""
 
-    def __init__(self, is_product: IsProduct):
+    def __init__(self, is_product: Callable):
         self._is_product = is_product
         self.goes_on_with_choice = False
         self.chosen_by: Decisions = {}

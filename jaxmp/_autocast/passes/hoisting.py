@@ -18,7 +18,7 @@ from typing import Any
 
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, Var, is_float32
-from ..._jaxprs.scopes import IsProduct, Scopes, is_backward, scopes_inside
+from ..._jaxprs.scopes import Asked, Scopes, is_backward, scopes_inside
 from ..._jaxprs.sizes import as_number, size_of
 from ..._ops import products, table
 from ..._ops.products import holds_product
@@ -26,7 +26,7 @@ from ..graph import reached, twins
 
 
 def hoisting(
-    eqns: Sequence[Equation], jaxpr: Any, scopes: Scopes, is_product: IsProduct
+    eqns: Sequence[Equation], jaxpr: Any, scopes: Scopes, asked: Asked
 ) -> Sequence[Equation]:
     """Returns the equations, sums of products over iterations as products after it.
 
@@ -38,7 +38,7 @@ def hoisting(
         if scan and as_number(eqn.params["length"]) and is_backward(eqn, scopes):
             around = scopes_inside(eqn, scopes + _jaxpr.scope_names(eqn))
             loop = _Loop(
-                eqn, lambda e, s=around: is_product(e, s + _jaxpr.scope_names(e))
+                eqn, lambda e, s=around: asked.is_product(e, s + _jaxpr.scope_names(e))
             )
             found += loop.in_parts()
         else:

@@ -12,12 +12,12 @@ from typing import Any
 
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, Var
-from ..._jaxprs.scopes import IsProduct, Scopes, is_backward
+from ..._jaxprs.scopes import Asked, Scopes, is_backward
 from ..._ops import products, table
 
 
 def scores(
-    eqns: Sequence[Equation], jaxpr: Any, scopes: Scopes, is_product: IsProduct
+    eqns: Sequence[Equation], jaxpr: Any, scopes: Scopes, asked: Asked
 ) -> Sequence[Equation]:
     """Returns the equations, scores computed in the order in which they are read.
 
@@ -35,7 +35,7 @@ def scores(
                 and product.outvars[0] not in _jaxpr.open_jaxpr(jaxpr).outvars
                 and sum(product.outvars[0] in x.invars for x in eqns) == 1
                 and not is_backward(product, around)
-                and is_product(product, around)
+                and asked.is_product(product, around)
             ):
                 found[-1:] = _swapped(product, eqn)
                 continue

@@ -75,9 +75,10 @@ def unread(jaxpr: Any, scopes: Scopes) -> set[Equation]:
                     changed |= bool(more & ~known[var])
                     known[var] |= more
 
-    def counts(eqn: Equation) -> bool:
-        floats = filter(_jaxpr.is_inexact, _jaxpr.variables(eqn.invars))
-        found = [known[x] for x in floats]
-        return _READ in found or not joined(found) & _AHEAD
-
-    return {x for x in seen if not (is_live(x) or counts(x))}
+    made = set[Any]()
+    for eqn in reversed(seen):  # and what is made of their results alone
+        floats = {*filter(_jaxpr.is_inexact, _jaxpr.variables(eqn.invars))}
+        found = [known[x] for x in floats - made] or [_AHEAD] * len(floats)
+        if not is_live(eqn) and _READ not in found and joined(found) & _AHEAD:
+            made.update(eqn.outvars)
+    return {x for x in seen if x.outvars and made.issuperset(x.outvars)}

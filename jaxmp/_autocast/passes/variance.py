@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, Literal, is_cast, is_inexact
-from ..._jaxprs.scopes import IsProduct, Scopes, in_region, is_backward
+from ..._jaxprs.scopes import Asked, Scopes, in_region, is_backward
 from ..._ops import products, table
 from ..._ops.table import Definition
 from .. import rules
@@ -28,14 +28,15 @@ Mean = tuple[Any, Any]
 
 
 def variance(
-    eqns: Sequence[Equation], jaxpr: Any, scopes: Scopes, is_product: IsProduct
+    eqns: Sequence[Equation], jaxpr: Any, scopes: Scopes, asked: Asked
 ) -> Sequence[Equation]:
     """Returns the equations, those that take moments in a float32 region.
 
     A rewrite, see :mod:`jaxmp._autocast.passes`.
     """
     definition = definitions_of(eqns)
-    means = {eqn: [*_means(eqn, definition)] for eqn in eqns if _multiplies(eqn)}
+    read = [eqn for eqn in eqns if not asked.is_unread(eqn)]
+    means = {eqn: [*_means(eqn, definition)] for eqn in read if _multiplies(eqn)}
     forward = {
         eqn: found
         for eqn, found in means.items()
@@ -44,14 +45,14 @@ def variance(
     averaged = {x for found in forward.values() for x, _ in found}
     squares = {
         eqn.outvars[0]: factors
-        for eqn in eqns
+        for eqn in read
         if (factors := _factors(eqn, definition)) and averaged.issuperset(factors)
     }
     if not squares:  # as in most networks
         return eqns
     # A window may be written anew for each mean.
     same = twins(eqns)
-    windows = _windows(eqns, forward, squares, same)
+    windows = _windows(read, forward, squares, same)
     return [
         in_region(eqn, rules.MOMENTS)
         if any(same.get(window, window) in windows for _, window in means.get(eqn, ()))
