@@ -1,5 +1,7 @@
 """Loops that take a step by comparing numbers compare numbers of one kind."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -262,12 +264,13 @@ def test_loops_that_decide_no_step_run_in_16_bits(fun):
     assert {dtype for dtypes in found for dtype in dtypes} == {"bfloat16"}
 
 
-def test_what_a_norm_is_made_of_may_be_rounded_before_the_loop():
+@pytest.mark.parametrize("norm", [jnp.linalg.norm, lambda x: jnp.abs(x).max()])
+def test_what_a_norm_is_made_of_may_be_rounded_before_the_loop(norm):
     def fun(w, x):
         x = jnp.tanh(x @ w)
 
         def goes_on(state):
-            return jnp.linalg.norm(state[0] - state[1]) > 1e-5
+            return norm(state[0] - state[1]) > 1e-5
 
         def body(state):
             return jnp.tanh(0.3 * state[0] @ w + x), state[0]
@@ -286,13 +289,20 @@ def test_a_warning_says_that_most_is_float32_and_the_audit_names_the_lines():
     assert all("test_compared.py" in str(x) for x in report.kept)
 
 
-@pytest.mark.filterwarnings("error")
 def test_no_warning_where_the_loop_is_the_smaller_part_or_kept_by_the_user():
     def small(w, x):
         return lax.while_loop(lambda z: z.max() > 1, lambda z: z @ w, x[:1])[0] + x @ w
 
+    def beside_layers(w, x):  # which are eight
+        both = jnp.concatenate([x, x])
+        found = lax.while_loop(lambda z: z.max() > 1, lambda z: z @ w, both)
+        return lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=8)[0] + found[0]
+
     def kept(p):
         return jaxmp.float32_region(armijo)(p)
 
-    jax.eval_shape(jaxmp.autocast(small, "bfloat16"), V, H)
-    jax.eval_shape(jaxmp.autocast(kept, "bfloat16"), PARAMS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for fun in (small, beside_layers):
+            jax.eval_shape(jaxmp.autocast(fun, "bfloat16"), V, H)
+        jax.eval_shape(jaxmp.autocast(kept, "bfloat16"), PARAMS)

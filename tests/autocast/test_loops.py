@@ -4,6 +4,8 @@ What differentiation has done stands on the equation that holds a loop, a call o
 remat, and not on those that are in it.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -367,6 +369,28 @@ def test_a_scan_stacks_for_the_backward_pass_in_bfloat16_what_it_multiplies_by()
     forward, _ = stacks(jaxmp.autocast(grad, F16), (W, U), XS)
     assert SINGLE in forward
     assert BF16 not in forward
+
+
+def test_a_jit_in_an_iteration_changes_no_dtype_of_what_is_stacked():
+    def step(h, w):
+        y = h @ w
+        return y, jnp.log(1.5 + jnp.tanh(y)).sum()
+
+    def loss(call, ws, x):
+        def layer(h, w):
+            y, total = call(h, w)
+            return jnp.tanh(y) * y, total
+
+        h, totals = lax.scan(layer, x, ws)
+        return (h**2).mean() + totals.sum()
+
+    args = jnp.stack([W, W]), W
+    found = [
+        stacks(jaxmp.autocast(jax.grad(functools.partial(loss, call)), BF16), *args)[0]
+        for call in (step, jax.jit(step))
+    ]
+    assert {BF16, SINGLE} <= {*found[0]}
+    assert sorted(map(str, found[0])) == sorted(map(str, found[1]))
 
 
 def test_a_stacked_softmax_is_divided_by_its_sums():

@@ -123,6 +123,15 @@ BIASES = {
     "scaled": lambda x, w, b: x @ w + 0.5 * jnp.broadcast_to(b, x.shape),
     "of a batch": lambda x, w, b: x.reshape(4, -1, 16) @ w + b,
     "in a jit": lambda x, w, b: jax.jit(lambda x, b: x + b)(x @ w, b),
+    "turned": lambda x, w, b: (
+        x.reshape(4, -1, 16) @ w
+        + jnp.broadcast_to(b[:, None], (16, 16, 4)).transpose(2, 0, 1)
+    ),
+    "in a scan": lambda x, w, b: lax.scan(
+        lambda _, xs: (0, xs[0] @ w + xs[1]),
+        0,
+        (x.reshape(4, -1, 16), jnp.broadcast_to(b, (4, 16, 16))),
+    )[1],
     "by rows": lambda x, w, b: jax.vmap(lambda x: x @ w + b)(x),
     "weights first": lambda x, w, b: jax.vmap(lambda x: w.T @ x + b)(x),
     "channels first": lambda x, w, b: (

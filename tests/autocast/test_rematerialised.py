@@ -13,7 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxmp
-from benchmarks.counting.measure import relative_error
+from benchmarks.counting.measure import product_dtypes, relative_error
 from conftest import at_once, normal, rest_is_evidence, usually_bfloat16
 
 DEPTH, SIZE = 6, 32
@@ -79,6 +79,14 @@ def test_a_scan_saves_a_stream_in_16_bits_for_layers_that_are_computed_again(lay
     assert in_float32(remat) <= max(1.2 * in_float32(plain), X.nbytes)
     exact, found, other = at_once(loss(layer), remat, plain)(PARAMS, X)
     assert relative_error(found, exact) <= 1.5 * relative_error(other, exact)
+
+
+def test_a_layer_in_a_jit_is_computed_once_in_each_pass():
+    """And not for the stream and for what the layers read of it."""
+    grad = loss(lambda x, p: jax.jit(layer)(x, p), again)
+    args = PARAMS, X
+    usual = len(product_dtypes(grad, *args))
+    assert len(product_dtypes(jaxmp.autocast(grad, "bfloat16"), *args)) == usual
 
 
 @pytest.mark.parametrize("unroll", [1, 2])

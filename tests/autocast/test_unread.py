@@ -88,6 +88,9 @@ PROGRAMS = {
     "jits": lambda h, metric: jax.jit(
         lambda h: jax.jit(lambda h: (jnp.tanh(h), metric(h)))(h)[0]
     )(h),
+    "what a jit reads for it alone": lambda h, metric: (
+        jnp.tanh(h) + jax.jit(lambda h, z: (metric(h), jnp.tanh(z)))(h, 2 * h)[1]
+    ),
     "a checkpoint": lambda h, metric: jax.checkpoint(
         lambda h: (jnp.tanh(h), metric(h))
     )(h)[0],

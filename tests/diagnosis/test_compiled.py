@@ -130,6 +130,39 @@ def test_a_matmul_has_the_dtype_of_its_call(target, dtype, name):
     assert not report.calls
 
 
+APPLIED = "\n\n".join(
+    f"""%{name} (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] {name}(%a, %b)
+}}"""
+    for name in ("add", "maximum")
+)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_a_softmax_of_what_is_pooled_of_scores_is_no_attention(heads):
+    """A kernel returns the values by the scores of each head."""
+    dot = "lhs_batch_dims={0}, rhs_batch_dims={0}, lhs_contracting_dims"
+    text = code(
+        f"%q = bf16[{2 * heads},8,16]{{2,1,0}} parameter(0)",
+        "%v = bf16[2,8,16]{2,1,0} parameter(1)",
+        "%zero = f32[] constant(0)",
+        f"%scores = f32[{2 * heads},8,8]{{2,1,0}} dot(%q, %q), {dot}={{2}}",
+        f"%split = f32[2,{heads},8,8]{{3,2,1,0}} reshape(%scores)",
+        "%pooled = f32[2,8,8]{2,1,0} reduce(%split, %zero), dimensions={1}, "
+        "to_apply=%add",
+        "%top = f32[2,8]{1,0} reduce(%pooled, %zero), dimensions={2}, "
+        "to_apply=%maximum",
+        "%tops = f32[2,8,8]{2,1,0} broadcast(%top), dimensions={0,1}",
+        "%shifted = f32[2,8,8]{2,1,0} subtract(%pooled, %tops)",
+        "%weights = f32[2,8,8]{2,1,0} exponential(%shifted)",
+        f"ROOT %out = f32[2,8,16]{{2,1,0}} dot(%weights, %v), {dot}={{2}}",
+        before=APPLIED,
+    )
+    assert len(read(text, None, A100, None).attention) == (heads == 1)
+
+
 @pytest.mark.parametrize("kind", ["__triton_gemm", "__cudnn$fusion"])
 def test_a_matmul_in_a_fusion_has_the_dtype_that_it_multiplies(kind):
     body = """%gemm (p0: f32[8,4], p1: f32[4,2]) -> f32[8,2] {

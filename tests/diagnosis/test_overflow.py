@@ -422,6 +422,13 @@ def test_what_an_operation_loses_is_counted():
     # 2^-19 is subnormal, and 2^-25 becomes zero.
     assert (cast.lost, cast.max) == (0.5, 2.0**-12)
     assert mul.headroom == pytest.approx(16, abs=1e-3)
+
+    def again(x):
+        return jax.lax.scan(lambda x, _: (x * x, None), x, length=2)[0]
+
+    wide = jnp.array([1.0, 2.0**-5], HALF)
+    (mul,) = [x for x in find(again, wide).operations if x.operation == "mul"]
+    assert (mul.max, mul.min) == (1.0, 2.0**-20)  # of both iterations
     bfloat = find(lambda x: x * x, jnp.array([2.0**-60, 1.0], jnp.bfloat16))
     assert bfloat.operations[0].min == 2.0**-120
     assert bfloat.operations[0].lost == 0
@@ -914,6 +921,17 @@ def test_gradients_that_are_lost_are_zeros_of_the_backward_pass():
     assert "the loss scale is too small" in report.advice
     scaled = find(jaxmp.value_and_grad(loss, loss_scale=2.0**20), w, x)
     assert scaled.first is None
+
+
+@pytest.mark.parametrize(("size", "kind"), [(2.0**-16, None), (2.0**-20, "zeros")])
+def test_a_gradient_may_lose_less_than_half(size, kind):
+    factors = jnp.full(128, 2.0**-26).at[0].set(size)  # of which 127 are 0
+
+    def loss(w, x):
+        return jnp.sum((w.astype(HALF) * x).astype(jnp.float32) * factors)
+
+    first = find(jax.grad(loss), jnp.ones(()), jnp.ones(128, HALF)).first
+    assert (first and first.kind) == kind
 
 
 class Sound(nn.Module):

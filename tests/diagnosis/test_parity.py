@@ -506,6 +506,8 @@ def test_another_order_of_a_long_sum_is_rounding(size):
     # Of 512 terms, two orders are further apart than moving each by a unit makes.
     assert compare(jnp.sum, lambda x: jnp.sum(x.T), x).first is None
     assert compare(jnp.sum, lambda x: jnp.sum(x, 0).sum(), x).first is None
+    stored = {"result": np.add.accumulate(x.ravel())[-1]}  # one term after the other
+    assert jaxmp.parity(stored, jnp.sum)(x).first is None
     report = compare(lambda x: jnp.sum(x**2), lambda x: jnp.sum(x**2) * (1 + 2e-6), x)
     assert report.first is not None
 

@@ -309,6 +309,29 @@ def test_paths_are_as_few_and_as_cheap_as_the_tolerance_allows():
     assert report.meets_tolerance
 
 
+def test_a_cheap_module_that_is_not_needed_in_the_end_is_left_out_again():
+    sizes, factors = {"cheap": 16, "a": 64, "b": 64}, {"cheap": 4.0, "a": 1.2, "b": 1.2}
+    random = np.random.default_rng(0)
+    w = {k: random.standard_normal((n, n), np.float32) for k, n in sizes.items()}
+    x = {k: random.standard_normal((64, n), np.float32) for k, n in sizes.items()}
+
+    def loss(w, x):
+        total = 0.0
+        for name in sizes:
+            with jax.named_scope(name):
+                h = jnp.tanh(x[name] @ w[name] * 0.05) @ w[name]
+                total += factors[name] * jnp.mean(h**2)
+        return total
+
+    # It gains the most for its FLOPs, and comes first. The others are above the aim.
+    rows = {row.path: row.alone for row in measure(loss, w, x, tolerance=1.0).modules}
+    assert rows["cheap"] < 0.8 * min(rows["a"], rows["b"])
+    aim = (rows["cheap"] + min(rows["a"], rows["b"])) / 2
+    report = measure(loss, w, x, tolerance=aim / 0.9)
+    assert report.float32_paths == ("a", "b")
+    assert report.meets_tolerance
+
+
 def test_the_loss_scale_is_one_that_training_would_find():
     def loss(w, x):
         with jax.named_scope("head"):

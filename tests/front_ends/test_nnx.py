@@ -650,6 +650,22 @@ def test_devices_have_their_own_streams_and_agree_on_the_state(how):
         chex.assert_trees_all_equal(*values, values[0])
 
 
+def test_a_float16_statistic_does_not_overflow_where_its_mean_does_not():
+    class Seeing(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones(()))
+            self.seen = nnx.BatchStat(jnp.zeros((), HALF))
+
+    def loss_fn(model, x):
+        model.seen[...] = x.mean().astype(HALF)
+        return jnp.mean(model.w[...] * x)
+
+    model, mesh = Seeing(), Mesh(jax.devices()[:8], ("data",))
+    grad_fn = jaxmp.nnx.value_and_grad(loss_fn, mesh=mesh, batch_argnums=1)
+    nnx.jit(grad_fn)(model, jnp.full(8, 2e4))  # the sum of eight is Inf
+    assert model.seen[...] == 2e4
+
+
 # Steps that are skipped
 
 

@@ -496,6 +496,13 @@ def test_a_bad_position_is_named(options, error, message):
         jaxmp.grad(lambda w, **batch: w, **options)(1.0, x=jnp.ones(4))
 
 
+def test_labels_that_were_forgotten_are_named_beside_parts_of_several_sizes():
+    grad_fn = jaxmp.grad(lambda w, *batch: w, accum_steps=2, batch_argnums=(1, 2))
+    images, boxes, labels = jnp.ones((8, 3)), jnp.ones((16, 4)), jnp.ones(8)
+    with pytest.raises(ValueError, match=r"Argument 3 has 8 .*batch_argnums=\(1, 2, 3"):
+        grad_fn(1.0, images, boxes, labels)
+
+
 def _conditional(w, x):
     return lax.cond(x.sum() > 0, lambda x: x @ w, lambda x: jnp.zeros((4, 8)), x)
 

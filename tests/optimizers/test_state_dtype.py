@@ -137,6 +137,17 @@ def test_small_gradients_beside_large_ones_make_no_large_updates(optimizer):
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 10), reason="JAX fails where XLA divides unevenly"
 )
+@pytest.mark.parametrize("state_dtype", ["int8", "bfloat16"])
+def test_each_array_of_a_state_is_rounded_by_noise_of_its_own(state_dtype):
+    tx = jaxmp.with_state_dtype(MOMENTUM, state_dtype)
+    params, grads = ({"a": x["w"], "b": x["w"]} for x in (PARAMS, GRADS))
+    _, state = tx.update(grads, tx.init(params), params)
+    found = jaxmp.cast_state(state, jaxmp.with_state_dtype(MOMENTUM, None).init(params))
+    a, b = (optax.tree.get(found, "trace")[name] for name in "ab")
+    assert 0.1 < jnp.mean(a != b) < 0.9
+    np.testing.assert_allclose(a, b, atol=0.02)
+
+
 def test_units_of_rows_that_are_too_short_for_their_devices_are_whole():
     mesh = Mesh(jax.devices(), ("x",))
     params = jax.device_put(PARAMS["w"], NamedSharding(mesh, P(None, "x")))

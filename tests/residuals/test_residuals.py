@@ -238,6 +238,30 @@ def test_what_is_divided_by_keeps_its_digits():
     assert_nothing_was_rounded(found[1], usual[1])
 
 
+def test_a_quotient_is_not_computed_again_from_a_divisor_in_eight_bits():
+    def loss(w, x, parts):
+        p, q = (jnp.exp(4 * jnp.tanh(x @ part)) for part in parts)
+        held = map(jax.lax.stop_gradient, (p, q, p / q))
+        return sum(jnp.mean(one * (x @ own)) for one, own in zip(held, w, strict=True))
+
+    up = layers(1)[0][0]
+    args = [up, 2 * up, 3 * up], batch(), [up, -up]
+    exact = jax.jit(jax.grad(loss))(*args)
+    found = grad_of(loss, "int8")(*args)[1]
+    assert distance(found, exact) < 0.05
+    assert kept(grad_of(loss, "int8"), *args)["int8"] >= 3 * ROWS * 2 * WIDTH
+
+
+def test_a_statistic_is_stored_and_not_its_copies():
+    def loss(w, x):
+        h = x @ w
+        copies = jnp.broadcast_to(jnp.mean(h, 1, keepdims=True), h.shape)
+        return jnp.mean(jnp.tanh(h * copies))
+
+    w = layers(1)[0][0]
+    assert kept(grad_of(loss, "int8"), w, batch())["float32"] < 4 * ROWS * 8
+
+
 def test_a_solver_is_differentiated_with_what_was_stored():
     def loss(w, x):
         return jnp.mean(jnp.linalg.solve(w.T @ w + jnp.eye(WIDTH), (x @ w).T) ** 2)
