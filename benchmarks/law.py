@@ -25,6 +25,7 @@ numbers in it that are far from 0 are near it, and it obeys the law if one of th
 kinds of rounding is left out. *In silence*: everything else. There must be none.
 """
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmp
-from jaxmp._autocast import needs, plan, rules
+from jaxmp._autocast import facts, needs, plan, rules
 from jaxmp._jaxprs import jaxpr as _jaxpr
 from jaxmp._jaxprs.places import Place
 from jaxmp._jaxprs.replay import Replay
@@ -312,20 +313,30 @@ def verdict(
     return "in silence", worst
 
 
-def without(rounding: str) -> Any:
+@contextlib.contextmanager
+def without(rounding: str) -> Iterator[None]:
     """Lets autocast do without a rounding of the rules, one of :data:`ROUNDED`."""
-    decide, consumer = plan.decide, needs.consumer
+    decide, made, consumer = plan.decide, facts.of_outputs, needs.consumer
 
     def decided(row, ins, *args, **kwargs):
         how = decide(row, ins, *args, **kwargs)
         return ("float32", rules.FLOAT32) if _is_rounded_sum(row, ins) else how
 
+    def of_no_product(row, ins, *args):  # whose parts would be rounded
+        outs = made(row, ins, *args)
+        new = tuple([x._replace(product=0) for x in outs])
+        return new if _is_rounded_sum(row, ins) else outs
+
     def reads(half, back):
         return consumer(half, back) | needs.DIGITS * (back and not half)
 
+    patches: list[tuple[Any, str, Any]] = [(needs, "consumer", reads)]
     if rounding == "sums":
-        return mock.patch.object(plan, "decide", decided)
-    return mock.patch.object(needs, "consumer", reads)
+        patches = [(plan, "decide", decided), (facts, "of_outputs", of_no_product)]
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(mock.patch.object(*patch))
+        yield
 
 
 # The roundings that the rules name: of sums with a bias, a number or another result; of

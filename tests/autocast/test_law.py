@@ -101,6 +101,7 @@ def test_positions_that_are_rounded_as_if_they_were_a_bias_are_silent(
 NAMED = {
     "a number, neighbours": ("units", "a number", "neighbours"),
     "a number, a norm": ("units", "a number", "a norm"),
+    "a number, a scan": ("units", "a number", "a scan"),
     "units, and back": ("units", "units", "less a number"),
     "a far bias, a roll": ("difference", "a far bias", "a roll"),
     "a far bias, a scan": ("difference", "a far bias", "a scan"),
@@ -119,6 +120,13 @@ NAMED = {
 def test_what_breaks_the_law_has_a_name_in_audit(kind, offset, read, form):
     block = law.Block("two layers", offset, USUAL, read)
     assert kind in law.named(law.Program((block,), form=form))
+
+
+@pytest.mark.parametrize("read", ["a scan", "a roll", "less the first row"])
+def test_a_number_above_a_returned_sum_has_a_name_if_a_part_is_rounded(read):
+    block = law.Block("an attention", "a number", USUAL, read)
+    program = law.Program((block,), (("itself", 1),), form="forward")
+    assert law.named(program) == ["units"]
 
 
 @pytest.mark.parametrize("net", ["two layers", "an attention"])

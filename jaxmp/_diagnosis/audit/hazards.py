@@ -43,6 +43,7 @@ _FAR = 4
 _LARGEST = 2**16  # of the constants of which the numbers are looked at
 
 _SHIFTED = "shifted", "rows"  # what is said of a sum with an input that is rounded
+_KEPT = "rows", "high", "raised"  # and of what a loop carries, if it starts so
 
 # What goes wrong in each pattern, and other formulas for some.
 _WHY = {
@@ -216,8 +217,9 @@ class _Search:
         x, y = ins if ins[1].number is not None else reversed(ins)
         raised = x.of("raised")
         if y.number is None:
-            other = y.of("raised")
-            taken = raised & other or (y.given and raised) or (x.given and other)
+            other = y.of("raised")  # if one of two is rounded, a part of it may be
+            both = x.of("high") & y.of("high") & (raised | other)
+            taken = both or (y.given and raised) or (x.given and other)
             if not (taken and table.subtracts(eqn)):
                 return marks
         else:
@@ -262,10 +264,8 @@ class _Search:
         `jnp.where(mask, x, -1e9)` casts its number.
         """
         dtype = eqn.outvars[0].aval.dtype
-        # Autocast clips what it casts.
-        if not is_narrow(dtype) or _scopes.AUTOCAST in place.scopes:
-            return
-        if place.backward or place.again:
+        in_autocast = _scopes.AUTOCAST in place.scopes  # which clips what it casts
+        if in_autocast or place.backward or place.again or not is_narrow(dtype):
             return
         for number in sorted(x.of("number")):
             with np.errstate(over="ignore"):
@@ -360,7 +360,7 @@ def _marks(eqn: Equation, ins: Sequence[Made]) -> Iterator[tuple[str, Any]]:
 
 def _carried(x: Made) -> Made:
     """Returns what is known of what a loop carries, if it starts from this."""
-    return Made(frozenset(mark for mark in x.marks if mark[0] == "rows"))
+    return Made(frozenset(mark for mark in x.marks if mark[0] in _KEPT))
 
 
 def _keeps_rows(eqn: Equation) -> bool:
