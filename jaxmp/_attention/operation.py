@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from .._base.gpus import NEWEST, Gpu
 from .._jaxprs import jaxpr as _jaxpr
-from .._jaxprs.jaxpr import Equation, operation
+from .._jaxprs.jaxpr import Equation, at_once, operation
 from .._ops.products import ATTENTION
 from . import by_cudnn, by_xla
 from .form import BIAS, MASK, Form
@@ -155,11 +155,6 @@ def _batched(primitive, args, axes, *, form, **params):
     return outs, [0] * len(outs)
 
 
-@functools.lru_cache(maxsize=4096)
-def _compiled(primitive, params):
-    return jax.jit(lambda *args: primitive.bind(*args, **dict(params)))
-
-
 def _made(types, by_xla, kernel=None, derived=None, transposed=None):
     """Returns one of the operations.
 
@@ -175,7 +170,7 @@ def _made(types, by_xla, kernel=None, derived=None, transposed=None):
         # In float32 one operation of JAX after the other, so that it has the same bits.
         if args[0].dtype.itemsize > 2:
             return lowered(*args, **params)
-        return _compiled(made, tuple(params.items()))(*args)
+        return at_once(made, *args, **params)
 
     def lowered(*args, form, precision, gpu=NEWEST, **params):
         if form.implementation == "cudnn":

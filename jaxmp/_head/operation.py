@@ -169,11 +169,6 @@ def _types(*avals, form, summed=False, moving=None, **_):
     ]
 
 
-@functools.lru_cache(maxsize=4096)
-def _compiled(primitive, params):
-    return jax.jit(lambda *args: primitive.bind(*args, **dict(params)))
-
-
 def _made(types, run, lowered, derived=None, transposed=None):
     """Returns one of the operations.
 
@@ -187,7 +182,6 @@ def _made(types, run, lowered, derived=None, transposed=None):
 
     made = operation(
         LOSS_HEAD,
-        run=lambda *args, **params: _compiled(made, tuple(params.items()))(*args),
         types=types,
         lowered=lambda *args, **params: lowered(args=args, **params),
         batched=lambda *args, **params: _batched(made, *args, **params),

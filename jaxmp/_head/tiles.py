@@ -90,7 +90,7 @@ def computed(
         if not moving:
             return sums, found
         slope = exps * ((1 + 2 * form.z_loss * log) / mass)[:, None]
-        slope -= jnp.where(is_label, likely + each, each) if each else is_label
+        slope -= jnp.where(is_label, likely + each, each)
         slope *= 1 if cap is None else 1 - (z / cap) ** 2
         rounded = slope.astype(dtype)
         if HIDDEN in moving:

@@ -784,14 +784,18 @@ def with_type_of(array: Any, aval: Any) -> jax.Array:
     )
 
 
+at_once = dispatch.apply_primitive  # an operation of arrays, which is compiled
+
+
 def operation(
     name: str,
     *,
-    run: Callable,  # of arrays, at once
     types: Callable,  # of the results, from those of the operands
     lowered: Callable,  # to operations of JAX, on every device
     batched: Callable,  # a rule of `vmap`
     derived: Callable,  # a rule of `jvp`
+    # Of arrays, at once, where JAX is not to compile it as its own operations.
+    run: Callable | None = None,
     # To those of an NVIDIA GPU, which comes first, None if unknown.
     on_cuda: Callable | None = None,
     transposed: Callable | None = None,  # a rule of what is linear
@@ -799,7 +803,7 @@ def operation(
     """Returns an operation that JAX shows as one equation, with several results."""
     made = Primitive(name)
     made.multiple_results = True
-    made.def_impl(run)
+    made.def_impl(run or functools.partial(at_once, made))
     made.def_abstract_eval(types)
     # In a function of its own, which equal layers share.
     mlir.register_lowering(made, mlir.lower_fun(lowered), inline=False)

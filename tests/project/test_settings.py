@@ -73,6 +73,17 @@ def linen():
     return jaxmp.linen.with_policy(model, "O2")(variables, jnp.asarray(X))
 
 
+def head():
+    (params, x), labels = arrays((PARAMS, X)), jnp.array([0, 1, 1, 0], jnp.int32)
+    loss = functools.partial(jaxmp.linear_cross_entropy, x, labels=labels)
+    return jax.value_and_grad(loss)(params["w"])
+
+
+def attention():
+    x = jnp.asarray(np.sin(np.arange(32.0)).reshape(1, 4, 2, 4), jnp.bfloat16)
+    return jaxmp.dot_product_attention(x, x, x, is_causal=True)
+
+
 PROGRAMS = {
     "train f16": lambda: train("mixed_float16"),
     "accumulation": accumulated,
@@ -88,6 +99,8 @@ PROGRAMS = {
     "range_report": lambda: jaxmp.range_report(arrays(GRADS)).total.max,
     "suggest_loss_scale": lambda: jaxmp.suggest_loss_scale(arrays(GRADS)),
     "record_ranges": recorded,
+    "loss head": head,
+    "attention": attention,
 }
 
 
@@ -97,11 +110,13 @@ def usual(program):
 
 
 CASES = {f"{s}-{p}": (SETTINGS[s], PROGRAMS[p]) for s in SETTINGS for p in PROGRAMS}
+del CASES["strict promotion-attention"]  # that of `jax.nn` wants promotion
 # What the others are made of. Without jit, each operation is compiled alone.
 USUAL = [
     case
     for case in CASES
     if case.endswith(("autocast", "with_policy", "casts", "all_finite", "unscale"))
+    or case in ("no jit-loss head", "no jit-attention", "strict promotion-loss head")
     or (case.endswith(("train f16", "range_report")) and not case.startswith("no jit"))
 ]
 
