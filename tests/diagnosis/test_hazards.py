@@ -314,6 +314,21 @@ def test_differences_within_a_row_of_a_sum_with_a_bias_are_not(read):
     assert not jaxmp.audit(jaxmp.autocast(fun))(X, Y, b).hazards
 
 
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda t: (t - t.mean(0)) / t.std(0),
+        lambda t: (t - t.mean(0)) * (jax.lax.rsqrt(t.var(0) + 1e-3) * jnp.arange(8.0)),
+        lambda t: (
+            (t - t.mean(0)) * jax.lax.rsqrt((t**2).mean(0) - t.mean(0) ** 2 + 1e-3)
+        ),
+    ],
+)
+def test_a_batch_norm_of_a_sum_with_a_bias_has_no_risk(norm):
+    fun, b = of_rows(norm), Shape((8,), jnp.float32)
+    assert not jaxmp.audit(jaxmp.autocast(fun))(X, Y, b).hazards
+
+
 def moments(x, y):
     return (x @ (y * y)).mean() - (x @ y).mean() ** 2
 

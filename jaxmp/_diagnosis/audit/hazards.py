@@ -43,7 +43,6 @@ _FAR = 4
 _LARGEST = 2**16  # of the constants of which the numbers are looked at
 
 _SHIFTED = "shifted", "rows"  # what is said of a sum with an input that is rounded
-_KEPT = "rows", "high", "raised"  # and of what a loop carries, if it starts so
 
 # What goes wrong in each pattern, and other formulas for some.
 _WHY = {
@@ -255,8 +254,8 @@ class _Search:
             self._note("moments", [ins[0]], "moment")
             self._note("moments", [ins[1]], "squared sum")
         if table.totals(eqn):
-            raised = frozenset(("sum", n) for n, _ in ins[0].of("raised"))
-            self._note("units", [Made(raised)], "sum")
+            raised = (("sum", n) for n, _ in ins[0].of("raised"))
+            self._note("units", [Made(frozenset(raised))], "sum")
 
     def _look_at_cast(self, eqn: Equation, x: Made, place: Place) -> None:
         """Notes the numbers of which a cast to 16 bits leaves 0 or Inf.
@@ -320,8 +319,9 @@ def _marks(eqn: Equation, ins: Sequence[Made]) -> Iterator[tuple[str, Any]]:
         words.add("number")
     if table.holds(eqn):
         words |= {"shifted", "taken", "times", "high", "raised"}
+    is_normalised = table.multiplies(eqn) and any(x.of("length") for x in ins)
     if table.is_arithmetic(eqn):
-        words.add("taken")
+        words |= set() if is_normalised else {"taken"}
         yield from (("entry", n) for x in ins for n in x.of("sum", "entry"))
     yield from (mark for x in ins for mark in x.marks if mark[0] in words)
 
@@ -360,7 +360,7 @@ def _marks(eqn: Equation, ins: Sequence[Made]) -> Iterator[tuple[str, Any]]:
 
 def _carried(x: Made) -> Made:
     """Returns what is known of what a loop carries, if it starts from this."""
-    return Made(frozenset(mark for mark in x.marks if mark[0] in _KEPT))
+    return Made(frozenset(y for y in x.marks if y[0] in ("rows", "high", "raised")))
 
 
 def _keeps_rows(eqn: Equation) -> bool:
@@ -372,13 +372,12 @@ def _keeps_rows(eqn: Equation) -> bool:
 
 def _lengths(eqn: Equation, ins: Sequence[Made]) -> Iterator[tuple[str, Any]]:
     """Yields what is said of lengths, and of what is divided by its own."""
-    is_of_squares = any(x.of("squares") for x in ins)
     is_of_lengths = any(x.of("length") for x in ins)
     if table.takes_root(eqn) or table.is_extreme(eqn):
-        is_of_lengths |= is_of_squares
+        is_of_lengths |= any(x.of("squares") for x in ins)
     elif table.multiplies(eqn):
         yield from [("unit", None)] * is_of_lengths
-        return
+        is_of_lengths &= all(x.given or x.of("length") for x in ins)
     elif not (table.guards(eqn) or table.selects(eqn)):
         is_of_lengths = False
     yield from [("length", None)] * is_of_lengths
