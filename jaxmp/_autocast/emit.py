@@ -361,6 +361,8 @@ def in_16_bits(step: Step, ins: Sequence[Value]) -> Sequence[Any]:
         _operand(x, eqn, dtype) if is_float32(var) else x.array
         for x, var in zip(ins, eqn.invars, strict=True)
     ]
+    if table.tests_sign(eqn):  # or XLA would read what is not rounded, and store that
+        operands[0] = firmly_rounded(operands[0])
     if table.sorts(eqn):
         operands = list(map(storage.sorted_alike, operands))
     return bind_narrow(eqn, operands, dtype)

@@ -338,6 +338,9 @@ class Planner:
         analysis = self.analysis
         kept = analysis.keeps(eqn, around) if kind == "keep" else None
         how, by = decide(row, ins, dtype, kept=kept)
+        if kind == "exact" and table.tests_sign(eqn):
+            stored = needs.is_stored(consumers.of(eqn.invars[0]) & ~needs.HALF)
+            how = "half" if stored or ins[0].half else how
         why, precision = self._why_16bit(row, ins), "default"
         float8 = why is None
         if kind == "keep" and not float8:

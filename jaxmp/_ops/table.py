@@ -275,6 +275,7 @@ subtracts = one_of("sub")
 multiplies_entries = one_of("mul")
 divides = one_of("div")
 is_extreme = one_of("max min")
+is_greatest = one_of("max")
 is_sigmoid = one_of("logistic")
 is_bounded = one_of("tanh logistic erf sin cos")  # returns no more than 1
 # May be given an operand of size one along an axis.
@@ -283,6 +284,8 @@ guards = one_of("add sub max clamp")  # where a small number keeps a divisor fro
 selects = one_of("select_n")
 tests_equal = one_of("eq ne")
 tests = one_of("eq ne lt le gt ge")  # tells how two numbers compare
+is_greater = one_of("gt")
+_orders = one_of("lt le gt ge")
 is_exponential = one_of("exp exp2 expm1")
 is_logarithm = one_of("log log1p log2")
 _makes_whole = _has("to whole")
@@ -397,6 +400,12 @@ def is_square(eqn: Equation) -> bool:
     if eqn.primitive.name == "pow":
         return getattr(eqn.invars[1], "val", None) == 2
     return eqn.primitive.name == "square" or multiplies_itself(eqn)
+
+
+def tests_sign(eqn: Equation) -> bool:
+    """Whether ``eqn`` compares float32 numbers with zero."""
+    orders = _orders(eqn) and is_float32(eqn.invars[0])
+    return orders and number_of(eqn.invars[1]) == 0
 
 
 def divisor(eqn: Equation) -> int | None:

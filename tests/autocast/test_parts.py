@@ -8,6 +8,7 @@ import pytest
 import test_compared
 import test_endings
 import test_hoisting
+import test_relus
 import test_scores
 import test_variance
 from jax import lax
@@ -113,6 +114,8 @@ LAWS = {
     "hoisting": lambda: test_hoisting.test_a_backward_scan_carries_no_weight_gradients(
         "simple", test_hoisting.BF16
     ),
+    # Without it one of ResNet-50 moves 1.02 times the bytes, in 1.2 times the memory.
+    "relus": test_relus.test_a_slope_reads_the_result_of_its_relu_and_not_its_argument,
     "compared": lambda: test_compared.test_as_many_steps_are_taken_as_in_float32(
         test_compared.armijo, "bfloat16"
     ),

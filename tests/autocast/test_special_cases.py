@@ -115,6 +115,10 @@ def gelu_gradient(w, x):
     return jax.grad(loss)(w)
 
 
+def relu_gradient(w, x):
+    return jax.grad(lambda x: (jax.nn.relu(x) @ w).sum())(x)
+
+
 def bias_of_a_residual(w, b, x, factor):
     def loss(w, b):
         h = jnp.tanh(x @ w)
@@ -419,6 +423,9 @@ CASES = {
     "slopes": Case(
         "bytes", needs, "is_for_backward", never, rules.BETWEEN, gelu_gradient, (W, X)
     ),
+    "the sign of what a matmul takes": Case(
+        "bytes", table, "tests_sign", never, rules.BETWEEN, relu_gradient, (W, X)
+    ),
     "the reversed kernel of a convolution": Case(
         "bytes",
         needs,
@@ -445,11 +452,11 @@ def in_16_bits(planned: Plan) -> tuple[int, int]:
     rounded = computed = 0
     for inner in planned.plans():
         for step in inner.steps:
-            pairs = zip(step.outs, step.eqn.outvars, strict=True)
+            pairs = [*zip(step.outs, step.eqn.outvars, strict=True)]
             stored = step.how == "stored"
             entries = sum(var.aval.size for x, var in pairs if x.half or stored)
             rounded += entries
-            computed += entries * (step.how == "half")
+            computed += sum(var.aval.size for _, var in pairs) * (step.how == "half")
         rounded += sum(end == "half" for end in inner.ends)
     return rounded, computed
 

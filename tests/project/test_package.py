@@ -46,7 +46,7 @@ HOUSES = {
     "core": ("_base _training _gradients", 4_000),
     "optimizers": ("_optimizers", 1_150),
     "devices": ("_devices", 860),
-    "engine": ("_jaxprs _ops _attention _head _autocast", 10_406),
+    "engine": ("_jaxprs _ops _attention _head _autocast", 10_466),
     "residuals": ("_residuals", 790),
     "tools": ("_compiled _diagnosis", 9_601),
 }

@@ -10,6 +10,7 @@ They run in this order.
 from .comparing import compared, loops
 from .gates import gates
 from .hoisting import hoisting
+from .relus import relus
 from .scores import scores
 from .variance import variance
 
@@ -18,5 +19,6 @@ REWRITES = {
     "variance": variance,
     "loops": loops,
     "hoisting": hoisting,
+    "relus": relus,
 }
 MARKERS = {"compared": compared, "gates": gates}
