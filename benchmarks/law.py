@@ -22,10 +22,13 @@ bias, a number or another result, as all sums of a residual stream but the first
 and a gradient that float32 work and a matmul read. Where they are large and cancel, the
 law is broken. Two experiments must show that of a program: it obeys the law if the
 numbers in it that are far from 0 are near it, and it obeys the law if one of these two
-kinds of rounding is left out. *In silence*: everything else. There must be none.
+kinds of rounding is left out. *By hand too*: it obeys the law if matmuls by hand return
+float32, so it is their 16-bit results that happen to hide what their operands lose. *In
+silence*: everything else. There must be none.
 """
 
 import contextlib
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -178,12 +181,13 @@ class _ByHand(Replay):
 
     value = _Value
 
-    def __init__(self, dtypes: Sequence[Any], *options: Any):
+    def __init__(self, dtypes: Sequence[Any], rounds: bool, *options: Any):
         super().__init__("cpu", *options)
         self.dtypes = dtypes  # of the forward and of the backward pass
+        self.rounds = rounds
 
     def inside(self, scalars, axes):
-        return type(self)(self.dtypes, scalars, axes)
+        return type(self)(self.dtypes, self.rounds, scalars, axes)
 
     def operation(self, eqn, ins, place):
         arrays = [_jaxpr.as_array(x.array) for x in ins]
@@ -192,7 +196,8 @@ class _ByHand(Replay):
         dtype = self.dtypes[place.backward]
         arrays = [_rounded(x, dtype) for x in arrays]
         # A sum of products of 16-bit numbers in float32, which is rounded then.
-        return [_Value(_rounded(x, dtype)) for x in _jaxpr.bind(eqn, arrays)]
+        outs = _jaxpr.bind(eqn, arrays)
+        return [_Value(_rounded(x, dtype) if self.rounds else x) for x in outs]
 
 
 def _rounded(x, dtype):
@@ -200,17 +205,18 @@ def _rounded(x, dtype):
     return x.astype(dtype).astype(jnp.float32) if is_wide else x
 
 
-def by_hand(fun: Callable, dtype: str) -> Callable:
+def by_hand(fun: Callable, dtype: str, *, rounds: bool = True) -> Callable:
     """Returns a function whose matmuls take and return 16 bits, and nothing else.
 
     Args:
         fun: The function; gradients are taken in it, not of what is returned.
         dtype: One of :data:`DTYPES`.
+        rounds: Whether what they return has 16 bits.
     """
 
     def cast(*args):
         jaxpr, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
-        replay, arrays = _ByHand(DTYPES[dtype]), jax.tree.leaves(args)
+        replay, arrays = _ByHand(DTYPES[dtype], rounds), jax.tree.leaves(args)
         outs = replay.run(jaxpr, [*map(_Value, arrays)], Place())
         leaves = [x.array for x in outs]
         return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
@@ -235,14 +241,17 @@ class Finding(NamedTuple):
         return not self.share <= 1
 
 
-def worst_of(program: Program, autocast: Callable = jaxmp.autocast) -> Finding:
+def worst_of(program: Program, *compared: Callable) -> Finding:
     """Returns the worst result of a program, of many draws if few break the law."""
-    found = findings(program, autocast=autocast)[0]
-    return findings(program, MANY, autocast)[0] if found.breaks_law else found
+    found = findings(program, FEW, *compared)[0]
+    return findings(program, MANY, *compared)[0] if found.breaks_law else found
 
 
 def findings(
-    program: Program, draws: int = FEW, autocast: Callable = jaxmp.autocast
+    program: Program,
+    draws: int = FEW,
+    autocast: Callable = jaxmp.autocast,
+    by_hand: Callable = by_hand,
 ) -> list[Finding]:
     """Returns all results of a program, the worst first.
 
@@ -250,6 +259,7 @@ def findings(
         program: The program.
         draws: Of how many draws of weights and data.
         autocast: What is compared with casting by hand.
+        by_hand: That.
     """
     args, dtype = inputs(program, draws), program.dtype
     step = _step(program.form, step_of(program))
@@ -292,7 +302,9 @@ def named(program: Program) -> list[str]:
 
 
 # Whether a program breaks the law, and by what.
-Verdict = Literal["obeys", "named", "by a sum", "by a gradient", "in silence"]
+Verdict = Literal[
+    "obeys", "named", "by a sum", "by a gradient", "by hand too", "in silence"
+]
 
 
 def verdict(
@@ -310,6 +322,9 @@ def verdict(
             with without(rounding):
                 if not worst_of(program, autocast).breaks_law:
                     return how, worst
+    to_float32 = functools.partial(by_hand, rounds=False)
+    if not worst_of(program, autocast, to_float32).breaks_law:
+        return "by hand too", worst
     return "in silence", worst
 
 

@@ -70,6 +70,7 @@ ROUNDED = {
     "a far bias": ("by a sum", program("a far bias")),
     "a second update": ("by a sum", program("steps in a row")),
     "a gradient that cancels in a branch": ("by a gradient", law.drawn(1064)),
+    "an attention whose rows by hand are alike": ("by hand too", law.drawn(3273)),
 }
 
 
