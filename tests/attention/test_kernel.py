@@ -82,6 +82,16 @@ def test_both_passes_are_those_of_cudnn(length, dtype, given, options):
     assert not squares(text, length)
 
 
+@pytest.mark.parametrize(("keys", "is_array"), [(112, False), (48, True)])
+def test_a_window_is_an_array_where_a_query_may_see_no_key(keys, is_array):
+    """The last of 128 queries sees key 111 of 112, and none of 48."""
+    args = [shape(BATCH, n, GROUPS, SIZE) for n in (128, keys, keys)]
+    attend = functools.partial(jaxmp.dot_product_attention, local_window_size=(16, 0))
+    text = targets.compiled(attend, *args).as_text()
+    assert calls(text) == [FORWARD]
+    assert bool(re.search(rf"\[[0-9,]*,128,{keys}\]", text)) == is_array
+
+
 @pytest.mark.parametrize("length", [128, 197])
 @pytest.mark.parametrize("axes", [(1, 1), (BATCH, 1), (1, HEADS)])
 def test_a_mask_is_one_array(length, axes):

@@ -258,3 +258,14 @@ def test_a_loss_that_a_scan_adds_up_counts_though_nobody_reads_it():
     both = jaxmp.autocast(jax.value_and_grad(loss), "mixed_bfloat16")
     one, two = jax.jit(lambda x: (alone(x), both(x)[1]))(w)
     assert bits(one) == bits(two)
+
+
+def test_what_only_chooses_a_branch_is_read():
+    x, w = jnp.zeros((8, 8)).at[:, :2].set([1, 2.0**-10]), jnp.ones((8, 8))
+
+    def fun(x, w):
+        h = x @ w  # of which 16 bits would make 1
+        return lax.cond(jnp.log(h).max() > 0, jnp.tanh, jnp.negative, h) @ w
+
+    # Without a jit, in which XLA may leave the rounding out.
+    assert (jaxmp.autocast(fun, "bfloat16")(x, w) > 0).all()
