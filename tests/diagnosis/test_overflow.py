@@ -434,6 +434,15 @@ def test_what_an_operation_loses_is_counted():
     assert bfloat.operations[0].lost == 0
 
 
+def test_a_count_beyond_32_bits_stays_at_the_largest():
+    most = np.uint32(2**32 - 1)
+    many = jnp.full(6, 2**31 + 1, jnp.uint32)
+    merged = np.asarray(watch._merged(many, many))
+    np.testing.assert_array_equal(merged[watch.BAD :], most)
+    few = watch._merged(jnp.arange(6, dtype=jnp.uint32), jnp.ones(6, jnp.uint32))
+    assert few.tolist() == [1, 1, 3, 4, 5, 6]
+
+
 def test_it_says_where_it_cannot_look():
     def f(x):
         goes = lambda s: s.sum() < 3.0  # noqa: E731
