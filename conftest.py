@@ -113,7 +113,7 @@ UNSCALED = (
     "residuals",
 )
 # Folders whose tests of autocast have values in 16 bits, but where they say otherwise.
-NARROW = ("autocast",)
+NARROW = ("attention", "autocast", "gradients", "head", "ops", "residuals")
 NEEDS_NO_SCALE = pytest.mark.filterwarnings(
     "ignore:These gradients are computed in float16 without a loss scale"
 )

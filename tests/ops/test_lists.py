@@ -110,7 +110,7 @@ def test_an_unknown_primitive_sees_the_dtypes_it_was_written_for():
         seen.append(x.dtype)
         return x
 
-    jax.make_jaxpr(jaxmp.autocast(lambda x: unknown.bind(x @ x) @ x))(jax.numpy.eye(2))
+    jax.make_jaxpr(jaxmp.autocast(lambda x: unknown.bind(x @ x) @ x))(jax.numpy.eye(8))
     assert set(map(str, seen)) == {"float32"}
 
 
