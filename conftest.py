@@ -113,7 +113,15 @@ UNSCALED = (
     "residuals",
 )
 # Folders whose tests of autocast have values in 16 bits, but where they say otherwise.
-NARROW = ("attention", "autocast", "gradients", "head", "ops", "residuals")
+NARROW = (
+    "attention",
+    "autocast",
+    "devices",
+    "gradients",
+    "head",
+    "ops",
+    "residuals",
+)
 NEEDS_NO_SCALE = pytest.mark.filterwarnings(
     "ignore:These gradients are computed in float16 without a loss scale"
 )

@@ -235,10 +235,10 @@ class Dropping(eqx.Module):
     factor: float
 
     def __init__(self, key):
-        self.linear = eqx.nn.Linear(4, 4, key=key)
-        self.norm, self.dropout = eqx.nn.LayerNorm(4), eqx.nn.Dropout(0.5)
+        self.linear = eqx.nn.Linear(8, 8, key=key)
+        self.norm, self.dropout = eqx.nn.LayerNorm(8), eqx.nn.Dropout(0.5)
         self.activation, self.name, self.factor = jax.nn.gelu, "a", 2.0
-        self.order = jnp.array([3, 2, 1, 0])
+        self.order = jnp.arange(8)[::-1]
 
     def __call__(self, x, key):
         h = self.dropout(self.activation(self.norm(x)), key=key)
@@ -251,7 +251,7 @@ def whole_model():
     def loss(model, x):
         return jnp.mean(jax.vmap(model)(x, keys[: len(x)]) ** 2)
 
-    return loss, Dropping(KEY), normal(1, 8, 4)
+    return loss, Dropping(KEY), normal(1, 8, 8)
 
 
 @crossed("scale jit", [1.0, 2.0**10], [False, True])
