@@ -85,7 +85,11 @@ else:  # for type checkers, a `__getattr__` would make every name a good one
         return found
 
     def _later() -> list[str]:
-        """Returns the public names beyond the core, for which nothing is imported."""
+        """Returns the public names beyond the core.
+
+        The code of `_on_demand` holds all names that it would import. It is read and
+        not run, because running it takes seconds.
+        """
         spec = _util.find_spec("._on_demand", __name__)
         names = spec.loader.get_code(spec.name).co_names
         return [x for x in names if x.isidentifier() and x[0] != "_"]
