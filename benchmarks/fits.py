@@ -109,8 +109,10 @@ def counted(
             one = one._replace(model=one.model.clone(**ATTENTION[fused]))
         few = one.batch_size
         state, least = needed(step, one)
-        # About as many as fit the largest memory.
-        many = few + int((SIZES[-1] * 1e9 - least) / (least - state) * few)
+        # About as many as fit the largest memory. XLA pads the rows of a matmul to a
+        # multiple of eight, which costs other batches a copy.
+        more = (SIZES[-1] * 1e9 - least) / (least - state) * few
+        many = few + 8 * (1 + int(more / 8))
         _, most = needed(step, one._replace(batch_size=many))
         each = (most - least) / (many - few)
         yield {

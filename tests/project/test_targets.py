@@ -80,9 +80,10 @@ def test_the_largest_batch_that_is_named_fits(monkeypatch):
     for form in "float32", "autocast":
         step, _ = fits.FORMS[form]
         for size, count in zip(sizes, map(int, row[form].split("/")), strict=True):
+            count -= count % 64  # XLA pads other rows
             few, many = (
                 fits.needed(step, network._replace(batch_size=n))[1]
-                for n in (count, count + count // 8)
+                for n in (count, count * 9 // 8)
             )
             assert few <= size * 1e9 * 1.02 < many  # of one batch XLA fuses other code
 
