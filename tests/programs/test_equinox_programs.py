@@ -177,6 +177,7 @@ def attention_with_dropout():
     return Program(loss, (params, x, jax.random.split(KEY, 3)))
 
 
+@pytest.mark.filterwarnings("ignore:Of the FLOPs:UserWarning")  # of the loop
 @programs(
     mlp,
     rnn_in_a_scan,
