@@ -948,7 +948,8 @@ ON_HOST = offloaded_stream, offloaded_softmax, stacked_on_the_host, weights_of_t
 
 
 MAY_BE_THERE = {"device_put", "stop_gradient"}  # and what holds equations
-HOLDS = {*"scan remat2 checkpoint jit custom_jvp_call custom_vjp_call".split()}
+CALLS = {"jit", "custom_jvp_call", "custom_vjp_call"}
+HOLDS = {"scan", "remat2", "checkpoint", *CALLS}
 
 
 @pytest.mark.needs_no_scale
