@@ -86,7 +86,7 @@ def conv_net(w, x):
 
     x = jax.nn.relu(batch_norm(conv(x, w["kernel"])))
     x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
-    x = conv(x, jnp.concatenate([w["kernel"], w["kernel"], w["kernel"][:, :, :2]], 2))
+    x = conv(x, jnp.concatenate([w["kernel"]] * 6, 2)[:, :, :D])
     x = lax.reduce_window(x, 0.0, lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") / 4
     return x.mean((1, 2)) @ w["first"]
 
