@@ -63,6 +63,22 @@ def test_a_relu_that_float32_work_reads_too_has_its_own_slope(order):
     np.testing.assert_array_equal(grad(X)[0, :4], [17, 17, 0, 17])
 
 
+NUMBERS = {
+    "relu": jax.nn.relu,
+    "max": lambda x: lax.max(x, 0.0),
+    "gt": lambda x: jnp.where(lax.gt(x, 0.0), x, 0.0),
+    "in a scan": lambda x: lax.scan(
+        lambda c, _: (c, jax.nn.relu(x)), 0, None, length=1
+    )[1][0],
+}
+
+
+@pytest.mark.parametrize("relu", NUMBERS.values(), ids=NUMBERS)
+def test_a_relu_of_a_number_is_that(relu):
+    cast = jaxmp.autocast(lambda x: x @ W + relu(1.5), "bfloat16")
+    np.testing.assert_array_equal(cast(jnp.zeros((16, 16))), 1.5)
+
+
 def chain(w, x):
     for _ in range(4):
         x = jax.nn.relu(x @ w)

@@ -1,8 +1,7 @@
 """What a relu is given is positive where its result is.
 
-JAX differentiates ``y = max(x, 0)`` by ``x > 0``. Where products take ``y``, which is
-stored in 16 bits for them, XLA would store ``x`` as well, often in float32. ``y > 0``
-is the same truth value.
+JAX differentiates ``y = max(x, 0)`` by ``x > 0``. Where products take ``y`` in 16 bits,
+XLA would store ``x`` as well, often in float32. ``y > 0`` is the same truth value.
 """
 
 from collections.abc import Sequence
@@ -22,13 +21,14 @@ def relus(
     A rewrite, see :mod:`jaxmp._autocast.passes`.
     """
     found: list[Equation] = []
-    results: dict[Any, Any] = {}
+    results: dict[Var, Var] = {}
     for eqn in eqns:
-        if _is_relu(eqn) and type(eqn.outvars[0]) is Var:  # and no `DropVar`
-            results[eqn.invars[0]] = eqn.outvars[0]
-        elif table.tests_sign(eqn) and table.is_greater(eqn):
-            x, zero = eqn.invars
-            eqn = eqn.replace(invars=[results.get(x, x), zero])
+        x = eqn.invars[0] if eqn.invars else None
+        if isinstance(x, Var):  # and no number
+            if _is_relu(eqn) and type(eqn.outvars[0]) is Var:  # and no `DropVar`
+                results[x] = eqn.outvars[0]
+            elif x in results and table.is_greater(eqn) and table.tests_sign(eqn):
+                eqn = eqn.replace(invars=[results[x], eqn.invars[1]])
         found.append(eqn)
     return found
 
