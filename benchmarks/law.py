@@ -16,7 +16,7 @@ that a distance of 1 from a value that is always 300 counts in full. The error i
 median over draws of weights and data. Few draws decide by chance, so a program breaks
 the law if it does so on few and on many.
 
-What breaks the law is counted in three parts. *Named*: `jaxmp.audit` names a numerical
+What breaks the law is counted in four parts. *Named*: `jaxmp.audit` names a numerical
 risk of the program. *By a sum, by a gradient*: autocast rounds on purpose a sum with a
 bias, a number or another result, as all sums of a residual stream but the first are,
 and a gradient that float32 work and a matmul read. Where they are large and cancel, the
@@ -259,7 +259,7 @@ def findings(
         program: The program.
         draws: Of how many draws of weights and data.
         autocast: What is compared with casting by hand.
-        by_hand: That.
+        by_hand: How matmuls are cast by hand.
     """
     args, dtype = inputs(program, draws), program.dtype
     step = _step(program.form, step_of(program))
@@ -318,8 +318,8 @@ def verdict(
         return "named", worst
     near = program._replace(is_near=True)
     if not worst_of(near, autocast).breaks_law:
-        for how, rounding in ROUNDED.items():
-            with without(rounding):
+        for how in ROUNDED:
+            with without(how):
                 if not worst_of(program, autocast).breaks_law:
                     return how, worst
     to_float32 = functools.partial(by_hand, rounds=False)
@@ -329,7 +329,7 @@ def verdict(
 
 
 @contextlib.contextmanager
-def without(rounding: str) -> Iterator[None]:
+def without(rounding: Verdict) -> Iterator[None]:
     """Lets autocast do without a rounding of the rules, one of :data:`ROUNDED`."""
     decide, made, consumer = plan.decide, facts.of_outputs, needs.consumer
 
@@ -346,7 +346,7 @@ def without(rounding: str) -> Iterator[None]:
         return consumer(half, back) | needs.DIGITS * (back and not half)
 
     patches: list[tuple[Any, str, Any]] = [(needs, "consumer", reads)]
-    if rounding == "sums":
+    if rounding == "by a sum":
         patches = [(plan, "decide", decided), (facts, "of_outputs", of_no_product)]
     with contextlib.ExitStack() as stack:
         for patch in patches:
@@ -356,11 +356,15 @@ def without(rounding: str) -> Iterator[None]:
 
 # The roundings that the rules name: of sums with a bias, a number or another result; of
 # gradients that float32 work and a matmul read.
-ROUNDED: dict[Verdict, str] = {"by a sum": "sums", "by a gradient": "gradients"}
+ROUNDED: tuple[Verdict, ...] = "by a sum", "by a gradient"
 
 
 def _is_rounded_sum(row: Any, ins: Sequence[Any]) -> bool:
-    """Whether it is one of these. What a bias is, is said here once more."""
+    """Whether it is one of these.
+
+    What a bias is, is said here once more: an engine that takes positions for one would
+    else be excused by its own mistake.
+    """
     shape = row.eqn.outvars[0].aval.shape
     for x, var in zip(ins, row.eqn.invars, strict=True):
         if not x.given or x.scalar is not None:

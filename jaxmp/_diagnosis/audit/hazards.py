@@ -321,7 +321,8 @@ def _marks(eqn: Equation, ins: Sequence[Made]) -> Iterator[tuple[str, Any]]:
         words |= {"shifted", "taken", "times", "high", "raised"}
     is_normalised = table.multiplies(eqn) and any(x.of("length") for x in ins)
     if table.is_arithmetic(eqn):
-        words |= set() if is_normalised else {"taken"}
+        if not is_normalised:
+            words.add("taken")
         yield from (("entry", n) for x in ins for n in x.of("sum", "entry"))
     yield from (mark for x in ins for mark in x.marks if mark[0] in words)
 
